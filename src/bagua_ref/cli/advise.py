@@ -5,7 +5,6 @@ algorithm on a given network.
 from __future__ import annotations
 
 import argparse
-import ast
 import math
 from collections.abc import Sequence
 from importlib.resources import files
@@ -34,6 +33,7 @@ from bagua_ref.planning.advice import (
     compare,
     error_of,
     learnt,
+    parse_algorithm,
     verdict_of,
     warnings_of,
 )
@@ -62,7 +62,6 @@ CANDIDATES = (
 
 _MAX_RANKS = 1024
 """An all-to-all of these has a million messages."""
-_VALUES = (ast.Constant, ast.Name, ast.UnaryOp)
 _LINK = [(int, float)] * 2
 _COSTS = {
     "between?": _LINK,
@@ -274,27 +273,7 @@ def _model(path: str) -> torch.nn.Module:
 
 
 def _algorithm(text: str, module: torch.nn.Module) -> Algorithm:
-    name, _, options = text.partition(":")
-    form = ValueError(
-        f"argument --algorithm: {text} must be of the form NAME:OPTION=VALUE,..., where a value is a"
-        " number, a word, True, False or None"
-    )
-    try:
-        call: Any = ast.parse(f"f({options})", mode="eval").body
-    except SyntaxError:
-        raise form from None
-    if call.args or not all(
-        keyword.arg and isinstance(keyword.value, _VALUES) for keyword in call.keywords
-    ):
-        raise form
-    values: dict[str, Any] = {
-        keyword.arg: (
-            keyword.value.id
-            if isinstance(keyword.value, ast.Name)
-            else ast.literal_eval(keyword.value)
-        )
-        for keyword in call.keywords
-    }
+    name, values = parse_algorithm(text)
     if name == "qadam":
         values["q_adam_optimizer"] = QAdamOptimizer(module.parameters())
     try:

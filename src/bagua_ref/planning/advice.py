@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,24 @@ from bagua_ref.formulas.costs import LinkCost
 from bagua_ref.planning.plans import StepPlan
 from bagua_ref.planning.pricing import Machine, Prediction, predict
 
-__all__ = ["Candidate", "Verdict", "compare", "error_of", "learnt", "verdict_of", "warnings_of"]
+__all__ = [
+    "Candidate",
+    "Verdict",
+    "compare",
+    "error_of",
+    "learnt",
+    "parse_algorithm",
+    "verdict_of",
+    "warnings_of",
+]
 
-_MEASURED_ERRORS = ((2e8, (0.70, 1.76)), (float("inf"), (0.54, 1.81)))
-"""Bits per second of a link, at most -> the smallest and largest measured time divided by the
-predicted one: 240 trainings of predicted_times.json.
+_SLOW = 2e8
+"""Bits per second up to which links are slow."""
+_MEASURED_ERRORS = {True: (0.70, 1.76), False: (0.54, 1.81)}
+"""Whether links are slow -> the smallest and largest measured time divided by the predicted one: 240
+trainings of predicted_times.json.
 """
-_WORDS = ("True", "False", "None")
+_VALUES = (ast.Constant, ast.Name, ast.UnaryOp)
 _SAME = 0.02
 """Smaller gains, as a part of a step, count as none."""
 
@@ -103,10 +115,7 @@ def error_of(machine: Machine, part: float | None) -> tuple[float, float]:
     """
     if part is not None:
         return 1 - part, 1 + part
-    beta = machine.links.between.beta
-    return next(
-        error for rate, error in _MEASURED_ERRORS if rate * beta >= 8 or rate == float("inf")
-    )
+    return _MEASURED_ERRORS[machine.links.between.beta * _SLOW >= 8]
 
 
 def compare(
@@ -209,15 +218,37 @@ def verdict_of(ranked: Sequence[Candidate], first: Candidate) -> Verdict:
     return Verdict(None if chosen is first else chosen.name, text, _line(chosen.name), f"{then}.")
 
 
+def parse_algorithm(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of an algorithm, given as for ``bagua-ref advise``.
+
+    Raises:
+        ValueError: the text has another form.
+
+    >>> parse_algorithm("decentralized:hierarchical=False,peer_selection_mode=ring")
+    ('decentralized', {'hierarchical': False, 'peer_selection_mode': 'ring'})
+    """
+    name, _, options = text.partition(":")
+    try:
+        call: Any = ast.parse(f"f({options})", mode="eval").body
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        right = not call.args and all(isinstance(value, _VALUES) for value in given.values())
+    except (SyntaxError, AttributeError):
+        right = False
+    if not right or None in given:
+        raise ValueError(
+            f"{text} must be of the form NAME:OPTION=VALUE,..., where a value is a number, a word,"
+            " True, False or None"
+        )
+    return name, {
+        option: value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
+        for option, value in given.items()
+    }
+
+
 def _line(text: str) -> str:
     """Return the line that trains with an algorithm, given as for ``bagua-ref advise``."""
-    name, _, options = text.partition(":")
-    more = ""
-    for option in filter(None, options.split(",")):
-        key, _, value = option.partition("=")
-        more += (
-            f", {key}={value!r}" if value.isidentifier() and value not in _WORDS else f", {option}"
-        )
+    name, options = parse_algorithm(text)
+    more = "".join(f", {option}={value!r}" for option, value in options.items())
     if name == "qadam":
         return f"model.with_bagua(optimizer, QAdamAlgorithm(optimizer{more}))  # a QAdamOptimizer"
     algorithm = f'Algorithm.init("{name}"{more})' if more else f'"{name}"'
@@ -242,23 +273,16 @@ def learnt(algorithm: Any) -> list[str]:
 
 def warnings_of(candidates: Sequence[Candidate]) -> list[str]:
     """Return warnings about the candidates: ranks that differ, memory, warm-ups."""
-    named: dict[str, list[str]] = {}
-    for candidate in candidates:
-        plan, name = candidate.plan, candidate.name
-        memory = sum(plan.memory) / plan.nbytes
-        for text, holds, detail in (
-            (
-                "these let weights differ between ranks; check the loss on your task",
-                not candidate.equal_ranks,
-                "",
-            ),
-            ("extra memory is larger than the weights", memory > 1.05, f" ({memory:.2g}x)"),
-            (
-                "warm-up steps run plain gradient_allreduce and are not included above",
-                plan.warmup,
-                f" ({plan.warmup} steps)",
-            ),
-        ):
-            if holds:
-                named.setdefault(text, []).append(name + detail)
-    return [f"{text}: {', '.join(names)}" for text, names in named.items()]
+    memory = {c.name: sum(c.plan.memory) / c.plan.nbytes for c in candidates}
+    named = {
+        "these let weights differ between ranks; check the loss on your task": [
+            c.name for c in candidates if not c.equal_ranks
+        ],
+        "extra memory is larger than the weights": [
+            f"{name} ({copies:.2g}x)" for name, copies in memory.items() if copies > 1.05
+        ],
+        "warm-up steps run plain gradient_allreduce and are not included above": [
+            f"{c.name} ({c.plan.warmup} steps)" for c in candidates if c.plan.warmup
+        ],
+    }
+    return [f"{text}: {', '.join(names)}" for text, names in named.items() if names]

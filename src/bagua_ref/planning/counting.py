@@ -2,8 +2,8 @@
 communicators record what they would send (S14.1).
 
 No other rank exists; each is taken to do what this one does. Nothing runs concurrently: a worker
-runs its jobs where they are submitted, and a thread that waits for time to pass ends there. Large
-tensors of floats are zeros that take no memory, and operations on them compute nothing.
+runs its jobs where they are submitted, and a thread that waits for time to pass ends there. Nothing
+is computed with large tensors of floats: they are zeros that take no memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import math
 import mmap
 import threading
 import warnings
@@ -65,11 +64,6 @@ class Call(NamedTuple):
     root: int = 0
     pairs: tuple[tuple[int, int, int], ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the elements."""
-        return self.numel * self.itemsize
-
 
 @dataclasses.dataclass
 class Recorded:
@@ -117,20 +111,18 @@ class _World(World):
 
     Attributes:
         phase: the part of the step that is under way; "" while wrapping, when nothing is recorded.
-        live: bytes of large tensors.
-        peak: the maximum of `live` in this step.
+        job: what the worker is running, if anything.
     """
 
     has_streams = False
 
     def __init__(self, rank: int, node_of: Sequence[int]) -> None:
         node = node_of[rank]
-        self._identity = Identity(
+        self.known_identity = Identity(
             rank, len(node_of), node_of[:rank].count(node), node_of.count(node), node
         )
         self.node_of, self.transport = tuple(node_of), self
         self.phase, self.step = "", 0
-        self.live = self.peak = 0
         self.recorded: list[Recorded] = []
         self.interval: float | None = None
         self.running: Callable[[], None] | None = None
@@ -141,7 +133,7 @@ class _World(World):
     def connect(self, name: str, ranks: Sequence[int], timeout: float) -> Communicator:
         """Return a communicator that records."""
         kind = name.rpartition("/")[2].rstrip("0123456789")
-        return _Communicator(self, kind, ranks.index(self._identity.rank), len(ranks))
+        return _Communicator(self, kind, ranks.index(self.identity.rank), len(ranks))
 
     def close(self) -> None:
         """Do nothing."""
@@ -154,22 +146,19 @@ class _World(World):
         return getattr(getattr(self.job, "bucket", None), "running", None)
 
     def current(self) -> Recorded:
-        """Return the record of the operation under way."""
-        key, began = self.job and (id(self.job), id(self.op)), (self.step, self.phase)
-        if not self.recorded or (self.recorded[-1].key, self.recorded[-1].began) != (key, began):
-            bucket = getattr(self.job, "bucket", None)
-            self.recorded.append(Recorded(key, began, 0 if bucket is None else bucket.bytes()))
-            if self.running is None:  # the calling thread itself waits
-                self.recorded[-1].waited = began
-            if hasattr(self.op, "work"):
-                codec, elements = self.op.work()
-                self.recorded[-1].elements[codec] += elements
-        return self.recorded[-1]
-
-    def record(self, call: Call, alone: bool = False) -> None:
-        """Record a call, unless the module is being wrapped; of a rank ``alone``, its work only."""
+        """Return the record of the operation under way; while wrapping, one that is thrown away."""
+        key = None if self.job is None else (id(self.job), id(self.op))
+        bucket, began = getattr(self.job, "bucket", None), (self.step, self.phase)
+        if self.recorded and (self.recorded[-1].key, self.recorded[-1].began) == (key, began):
+            return self.recorded[-1]
+        # the calling thread itself waits, unless the worker runs
+        waited = began if self.running is None else None
+        known = Recorded(key, began, 0 if bucket is None else bucket.bytes(), waited=waited)
+        if hasattr(self.op, "work"):
+            known.elements.update(dict([self.op.work()]))
         if self.phase:
-            self.current().calls.extend([] if alone else [call])
+            self.recorded.append(known)
+        return known
 
     def waiting_for_own_thread(
         self, interrupt: Callable[[str], None], timeout: float = 0.0
@@ -180,12 +169,7 @@ class _World(World):
                 known.waited = (self.step, self.phase)
         return nullcontext()
 
-    # The world.
-
-    @property
-    def identity(self) -> Identity:
-        """The rank that is counted."""
-        return self._identity
+    # The threads.
 
     def spawn(self, function: Callable[[], None], name: str) -> Any:
         """Run ``function()`` until it waits."""
@@ -213,13 +197,6 @@ class _World(World):
     def queue(self) -> Any:
         """Return a queue whose reader runs whenever something is put into it."""
         return _Queue(self)
-
-    def sleep(self, seconds: float) -> None:
-        """Do nothing."""
-
-    def now(self) -> float:
-        """Return 0: no time passes."""
-        return 0.0
 
 
 class _Event(threading.Event):
@@ -287,16 +264,19 @@ class _Communicator(Communicator):
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         return obj
 
-    def _record(self, collective: str, tensor: Tensor, root: int = 0) -> None:
-        call = Call(collective, self.name, tensor.numel(), tensor.element_size(), root)
-        self._world.record(call, alone=self._nranks == 1)
+    def _record(self, call: Call) -> None:
+        # a rank alone sends nothing, but it encodes and decodes
+        self._world.current().calls.extend([call] if self._nranks > 1 else [])
+
+    def _count(self, collective: str, tensor: Tensor, root: int = 0) -> None:
+        self._record(Call(collective, self.name, tensor.numel(), tensor.element_size(), root))
 
     def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
         n, graph = self._nranks, list[Any](getattr(self._world.op, "graph", ()))
-        if self._world.phase and len(graph) == n:
-            ((tensor, _), *_) = sends or recvs or [(torch.empty(0), 0)]
+        if len(graph) == n:
+            nbytes = next((tensor.nbytes for tensor, _ in sends or recvs), 0)
             pairs = [
-                (source, rank, tensor.nbytes)
+                (source, rank, nbytes)
                 for rank, row in enumerate(graph)
                 for source, _ in row
                 if source != rank
@@ -307,33 +287,36 @@ class _Communicator(Communicator):
                 for tensor, peer in sends
                 for rank in range(n)
             ]
-        self._world.record(Call("one_round", self.name, pairs=tuple(pairs)))
+        self._record(Call("one_round", self.name, pairs=tuple(pairs)))
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
-        self._record("broadcast", tensor, src)
+        self._count("broadcast", tensor, src)
 
     def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
-        self._record("reduce", tensor, dst)
+        self._count("reduce", tensor, dst)
 
     def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
-        self._record("gather", send_tensor, dst)
+        self._count("gather", send_tensor, dst)
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
-        self._record("scatter", recv_tensor, src)
+        self._count("scatter", recv_tensor, src)
 
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
-        self._record("all_reduce", tensor)
+        self._count("all_reduce", tensor)
 
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._record("all_gather", send_tensor)
-        if recv_tensor.numel() <= _SMALL:  # a larger one holds zeros
-            recv_tensor.view(self._nranks, -1).copy_(send_tensor.view(1, -1))
+        self._count("all_gather", send_tensor)
+        recv_tensor.view(self._nranks, -1).copy_(send_tensor.view(1, -1))
 
     def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None:
-        self._record("reduce_scatter", send_tensor)
+        self._count("reduce_scatter", send_tensor)
 
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._record("all_to_all", send_tensor)
+        self._count("all_to_all", send_tensor)
+
+
+def _are_floats(tensors: Iterable[Tensor]) -> bool:
+    return all(tensor.is_floating_point() for tensor in tensors)
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -344,56 +327,48 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
-def _are_floats(values: Iterable[Any]) -> bool:
-    return all(tensor.is_floating_point() for tensor in _tensors_in(values))
-
-
-_RUN, _SKIP = object(), object()
-_results: dict[Any, Any] = {}
-"""Operation and the shapes of its tensors -> its result as meta tensors, or `_RUN`, or `_SKIP` if
-it only writes floats.
-"""
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    return tuple(map(_key, value)) if isinstance(value, (list, tuple)) else value
-
-
 class _Lazy(TorchDispatchMode):
-    """Large floats, and their comparisons, are zeros without memory: operations that write nothing
-    else are skipped.
+    """Large floats are zeros without memory: operations that read or write only them are skipped, and
+    their results are zeros. Those on integers run, as sizes of messages may depend on indices.
+
+    Attributes:
+        live: bytes of large tensors.
+        peak: the maximum of `live` in this step.
     """
 
-    def __init__(self, world: _World) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._world = world
+    live = peak = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func``, or return what it would write or make."""
-        kwargs = kwargs or {}
+        kwargs, schema = kwargs or {}, func._schema
         tensors = list(_tensors_in((*args, *kwargs.values())))
-        if (
-            tensors
-            and func not in _FACTORIES
-            and all(tensor.numel() <= _SMALL for tensor in tensors)
-        ):
+        makes = not tensors or schema.name.startswith(("aten::new_", "aten::empty"))
+        if not makes and all(tensor.numel() <= _SMALL for tensor in tensors):
             return func(*args, **kwargs)
-        if func is _aten.all.default:  # whether all elements are finite
+        if func is torch.ops.aten.all.default:  # whether all elements are finite
             return torch.ones((), dtype=torch.bool)
-        key = func, _key(args), _key(list(kwargs.items()))
-        result = _results.get(key)
-        if result is None:
-            result = _results[key] = _result_of(func, args, kwargs)
-        if result is _RUN:
+        aliases = [a for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        if aliases:
+            values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+            written = [values[a.name] for a in aliases]
+            if not _are_floats(_tensors_in(written)):
+                return func(*args, **kwargs)
+            return None if not schema.returns else written[0] if len(written) == 1 else written
+        if any(value.alias_info for value in schema.returns):  # a view
             return func(*args, **kwargs)
-        if result is not _SKIP:
-            return tree_map_only(Tensor, self._zeros, result)
-        written = _written(func, args, kwargs)
-        return None if not func._schema.returns else written[0] if len(written) == 1 else written
+        on_meta, options = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        if makes or options.get("device") is not None:
+            options["device"] = "meta"
+        try:
+            result = func(*on_meta, **options)
+        except (RuntimeError, TypeError, NotImplementedError):
+            return func(*args, **kwargs)  # the shape of the result depends on values
+        results = list(_tensors_in([result]))
+        if not (makes or _are_floats(results) or _are_floats(tensors)):
+            return func(*args, **kwargs)
+        return tree_map_only(Tensor, self._zeros, result)
 
     def _zeros(self, like: Tensor) -> Tensor:
         if like.numel() <= _SMALL:
@@ -402,55 +377,11 @@ class _Lazy(TorchDispatchMode):
         memory = mmap.mmap(-1, like.untyped_storage().nbytes())
         self._resize(len(memory))
         weakref.finalize(memory, self._resize, -len(memory)).atexit = False
-        flat = torch.frombuffer(memory, dtype=like.dtype)
-        return flat.as_strided(like.shape, like.stride())
+        return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
 
     def _resize(self, nbytes: int) -> None:
-        self._world.live += nbytes
-        self._world.peak = max(self._world.peak, self._world.live)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that ``func`` writes."""
-    return [
-        kwargs.get(argument.name, args[index] if index < len(args) else None)
-        for index, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
-def _result_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the entry of `_results` for ``func`` with tensors of these shapes."""
-    if written := _written(func, args, kwargs):
-        return _SKIP if _are_floats(written) else _RUN
-    if any(value.alias_info is not None for value in func._schema.returns) or func in _RUNNING:
-        return _RUN
-    on_meta, options = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-    if func in _FACTORIES or options.get("device") is not None:
-        options["device"] = "meta"
-    try:
-        result = func(*on_meta, **options)
-    except (RuntimeError, TypeError, NotImplementedError):
-        return _RUN  # the shape of the result depends on values
-    tensors = list(_tensors_in((result,)))
-    lazy = func in _FACTORIES or _are_floats(tensors)
-    if _are_floats((args, *kwargs.values())):  # comparisons, too, but for flags
-        lazy |= all(tensor.numel() > _SMALL for tensor in tensors)
-    return result if lazy and tensors and all(t.is_meta for t in tensors) else _RUN
-
-
-_aten = torch.ops.aten
-_FACTORIES = (
-    _aten.empty.memory_format,
-    _aten.empty_strided.default,
-    _aten.empty_like.default,
-    _aten.new_empty.default,
-    _aten.new_zeros.default,
-    _aten.zeros.default,
-    _aten.zeros_like.default,
-)
-"""They make tensors of any dtype whose elements are 0, or need not be anything."""
-_RUNNING = (_aten._unsafe_view.default, _aten._local_scalar_dense.default)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
 
 
 class _Pass(torch.autograd.Function):
@@ -469,21 +400,18 @@ class _Pass(torch.autograd.Function):
 def _backend(world: _World) -> ReferenceBackend:
     """Return a backend whose codecs count elements; its kernels do nothing."""
 
-    def counting(name: str) -> type[Codec]:
-        kind = type(get_codec(name, "reference"))
+    def counting(kind: type[Codec]) -> type[Codec]:
+        class Counting(kind):  # type: ignore[valid-type, misc]
+            def _compress(
+                self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
+            ) -> None:
+                chunks = 1 if target_chunk is None else num_chunks
+                world.current().elements[self.name] += x.numel() // chunks
 
-        def compress(
-            self: Codec, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
-        ) -> None:
-            chunks = 1 if target_chunk is None else num_chunks
-            if world.phase:
-                world.current().elements[name] += x.numel() // chunks
+            def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
+                world.current().elements[self.name] += out.numel()
 
-        def decompress(self: Codec, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-            if world.phase:
-                world.current().elements[name] += out.numel()
-
-        return type(kind.__name__, (kind,), {"_compress": compress, "_decompress": decompress})
+        return Counting
 
     class CountingCoder(ChunkCoder):
         def encode(self, y: Tensor) -> Tensor:
@@ -492,13 +420,12 @@ def _backend(world: _World) -> ReferenceBackend:
         def add_decoded(self, *_: Any) -> None:
             pass
 
-    members: dict[str, Any] = dict.fromkeys(
-        KernelBackend.__abstractmethods__ - {"_order_by_complexity"}, lambda *_: None
-    )
-    members["codecs"] = {name: counting(name) for name in list_codecs("reference")}
+    members: dict[str, Any] = dict.fromkeys(KernelBackend.__abstractmethods__, lambda *_: None)
+    members["codecs"] = {
+        name: counting(type(get_codec(name, "reference"))) for name in list_codecs("reference")
+    }
     members["chunk_coder"] = CountingCoder
-    kind: Any = type("CountingBackend", (ReferenceBackend,), members)
-    backend: ReferenceBackend = kind()
+    backend: ReferenceBackend = type("CountingBackend", (ReferenceBackend,), members)()
     return backend
 
 
@@ -509,10 +436,10 @@ def _shortened(algorithm: Any, parameters: Sequence[Tensor]) -> tuple[Any, list[
     found, optimizers = copy.copy(algorithm), list[Any]()
     for name, value in vars(algorithm).items():
         if isinstance(value, torch.optim.Optimizer):
-            options = {**value.defaults, "warmup_steps": 1}
             known = inspect.signature(type(value)).parameters
-            options = {key: option for key, option in options.items() if key in known}
-            optimizers.append(type(value)(parameters, **options))
+            options = {**value.defaults, "warmup_steps": 1}.items()
+            kept = {key: option for key, option in options if key in known}
+            optimizers.append(type(value)(parameters, **kept))
             vars(found)[name] = optimizers[-1]  # options are frozen
         elif name == "warmup_steps" and value:
             vars(found)[name] = 1
@@ -537,19 +464,19 @@ def count(
         node_of: the node of each rank.
         rank: the one that is counted.
         warm: steps of the warm-up, 0 or 1.
-        cycle: the steps that follow. Later ones are taken until training has waited for these.
+        cycle: the steps that follow. As many later ones are taken, in which training waits for these.
         bucket_bytes: as of `plan_of`.
 
     Raises:
         ValueError, TypeError: as for wrapping on these ranks.
     """
-    world = _World(rank, node_of)
+    world, lazy = _World(rank, node_of), _Lazy()
     with (
         use_world(world),
         warnings.catch_warnings(),
         torch.enable_grad(),
         torch.device("cpu"),
-        _Lazy(world),
+        lazy,
     ):
         warnings.simplefilter("ignore")
         model: Any = copy.deepcopy(module).to_empty(device="cpu").train()
@@ -562,10 +489,10 @@ def count(
         options = Options(backend=_backend(world), bucket_bytes=bucket_bytes)
         wrap(model, optimizers, chosen, None, options, "plan_of")
         training: Any = context_of(model)
-        state, scratch = -math.inf, 0
+        memory = []
         try:
-            for world.step in range(2 * (warm + cycle) + 1):
-                world.phase, world.peak = "forward", world.live
+            for world.step in range(warm + 2 * cycle):
+                world.phase, lazy.peak = "forward", lazy.live
                 loss = model()
                 training.rounds.loaded = False  # equal, whatever was loaded
                 world.phase = "backward"
@@ -573,27 +500,16 @@ def count(
                 world.phase = "step"
                 for optimizer in optimizers:
                     optimizer.step()
-                if world.step:  # in the first one, gradients are made
-                    state, scratch = max(state, world.live), max(scratch, world.peak - world.live)
-                later = [known for known in world.recorded if known.began[0] >= warm]
-                # what is in flight counts as memory when the state that it changes exists
-                delayed = any(known.waited and known.waited[0] > known.began[0] for known in later)
-                if (
-                    later
-                    and world.step >= max(1, warm + cycle * (1 + delayed) - 1)
-                    and all(known.waited or known.in_background for known in later)
-                ):
-                    break
+                memory.append((lazy.live, lazy.peak - lazy.live))
             states = [list(one.values()) for o in optimizers for one in o.state.values()]
-            others = _tensors_in(states)
-            state -= 2 * sum(p.nbytes for p in parameters) + sum(other.nbytes for other in others)
+            usual = sum(x.nbytes for x in (*parameters, *parameters, *_tensors_in(states)))
         finally:
             world.phase = ""
             training.withdraw()
             training.close()
-    # a rank alone sends nothing, but it encodes and decodes
     found = [k for k in world.recorded if k.calls or any(k.elements.values())]
-    by_step = [[known for known in found if known.began[0] == s] for s in range(warm + cycle)]
+    steps = [[known for known in found if known.began[0] == step] for step in range(warm + cycle)]
     if world.interval is not None:
-        by_step = [[known for known in found if known.in_background]] * (warm + cycle)
-    return Counted(by_step, world.interval, (max(0, int(state)), scratch))
+        steps = [[known for known in found if known.in_background]] * (warm + cycle)
+    state, scratch = map(max, zip(*memory[1:], strict=True))  # the first step makes the gradients
+    return Counted(steps, world.interval, (max(0, state - usual), scratch))

@@ -4,6 +4,7 @@ messages (S3, S5, S14.1).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,12 +107,11 @@ class Cluster:
         return [list(chain.from_iterable(turns)) for turns in zip_longest(*found, fillvalue=[])]
 
 
-def _messages(call: Call, cluster: Cluster, nbytes: float | None = None) -> Operation:
-    """Return a call's messages of all ranks (S14.1); ``nbytes``: as if its tensor had that many."""
+def _messages(call: Call, cluster: Cluster) -> Operation:
+    """Return a call's messages of all ranks (S14.1)."""
 
     def of(n: int) -> Operation:
-        total: Any = call.nbytes if nbytes is None else nbytes
-        chunks = chunk_bytes(call.numel, call.itemsize, n) if nbytes is None else [total / n] * n
+        total, chunks = call.numel * call.itemsize, chunk_bytes(call.numel, call.itemsize, n)
         arguments: Any = {
             "one_round": (call.pairs,),
             "all_reduce": (chunks,),
@@ -146,10 +146,10 @@ _KINDS = ("inside", "between")
 
 @lru_cache(maxsize=4096)
 def _pattern(call: Call, cluster: Cluster) -> _Pattern:
-    """Return the pattern of a call of one byte; of an exchange, of its bytes."""
+    """Return the pattern of a call."""
     node_of = cluster.node_of
     pattern = _Pattern(Counter(), {kind: [[0, 0] for _ in node_of] for kind in _KINDS})
-    for messages, alike in groupby(_messages(call, cluster, 1.0)):
+    for messages, alike in groupby(_messages(call, cluster)):
         times = len(list(alike))
         heaviest: dict[str, float] = {}
         for (kind, *_), nbytes in loads_of(messages, node_of).items():
@@ -164,10 +164,14 @@ def _pattern(call: Call, cluster: Cluster) -> _Pattern:
 
 
 def scaled(call: Call, cluster: Cluster) -> tuple[_Pattern, float]:
-    """Return the pattern of a call, which calls of other sizes share, and its bytes."""
+    """Return the pattern that a call shares with those of other sizes, whose chunks are equal, and
+    the factor by which its bytes are larger.
+    """
     if call.pairs:
         return _pattern(call, cluster), 1.0
-    return _pattern(call._replace(numel=1, itemsize=1), cluster), call.nbytes
+    numel = math.lcm(cluster.n, *cluster.sizes.values(), *cluster.nodes)
+    pattern = _pattern(call._replace(numel=numel, itemsize=1), cluster)
+    return pattern, call.numel * call.itemsize / numel
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
@@ -51,10 +50,10 @@ class Machine(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """A step of a training after its warm-up, a mean over the steps of the plan's cycle.
+    """Times of a step.
 
     Attributes:
-        seconds: of a step.
+        seconds: of the whole step.
         exposed: those in which training waits for communication.
         communication: seconds in which the links or codecs work, hidden or not.
     """
@@ -71,10 +70,10 @@ def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
     inside, between = machine.links.inside, machine.links.between
     seconds = 0.0
     for call in exchange.calls:
-        pattern, scale = scaled(call, exchange.cluster)
-        if call.collective in ("all_reduce", "reduce_scatter"):  # of the largest chunk
+        if call.collective in ("all_reduce", "reduce_scatter"):  # as if all chunks were the largest
             n = exchange.cluster.sizes[call.among]
-            scale = -(-call.numel // n) * n * call.itemsize
+            call = call._replace(numel=-(-call.numel // n) * n)
+        pattern, scale = scaled(call, exchange.cluster)
         for heaviest, times in pattern.rounds.items():
             seconds += times * max(
                 link.alpha + nbytes * scale * link.beta
@@ -97,8 +96,8 @@ def own_seconds(exchange: Exchange, machine: Machine) -> float:
     )
 
 
-def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> tuple[float, float]:
-    """Return the seconds of a step, and how many of them are exposed communication (S14.4).
+def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> Prediction:
+    """Return the times of a step with these operations (S14.4).
 
     What begins in backward overlaps with it bucket by bucket; what begins with the forward pass
     overlaps with all of it; what follows the optimizer step is exposed, except for the time of the
@@ -116,19 +115,19 @@ def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> tuple[float
     >>> from bagua_ref.planning import plan_of
     >>> from bagua_ref.algorithms import Algorithm
     >>> plan = plan_of(Algorithm.init("gradient_allreduce"), torch.nn.Linear(999, 1000, device="meta"), nodes=(1, 1))
-    >>> seconds, exposed = step_seconds(plan.exchanges(1), Machine(LinkCosts.parse("1Gbit,20ms"), compute=0.1))
-    >>> round(seconds, 9), round(exposed, 9)
+    >>> step = step_seconds(plan.exchanges(1), Machine(LinkCosts.parse("1Gbit,20ms"), compute=0.1))
+    >>> round(step.seconds, 9), round(step.exposed, 9)
     (0.172, 0.072)
     """
     forward, backward = machine.compute * FORWARD, machine.compute * (1 - FORWARD)
-    times_of = {
-        exchange: (
+    timed = [
+        (
+            exchange,
             exchange_seconds(exchange, machine),
             own_seconds(exchange, machine) * machine.shared_processor,
         )
-        for exchange in dict.fromkeys(exchanges)
-    }
-    timed = [(exchange, *times_of[exchange]) for exchange in exchanges]
+        for exchange in exchanges
+    ]
     seconds, after = machine.compute, machine.after
     hidden = [
         (exchange.nbytes, taken, own)
@@ -143,21 +142,14 @@ def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> tuple[float
     for exchange, taken, own in timed:
         if exchange.when == "step":
             after += max(own, taken - exchange.delay * (machine.compute + machine.after))
-    return seconds + after, seconds - machine.compute + after - machine.after
+    exposed = seconds - machine.compute + after - machine.after
+    return Prediction(seconds + after, exposed, sum(taken for _, taken, _ in timed))
 
 
 def predict(plan: StepPlan, machine: Machine) -> Prediction:
     """Return the prediction of a step after the warm-up, a mean over the plan's cycle (S14)."""
-    seconds = exposed = communication = 0.0
-    for exchanges, count in Counter(map(tuple, plan.cycle)).items():
-        step = step_seconds(exchanges, machine)
-        seconds, exposed = seconds + step[0] * count, exposed + step[1] * count
-        communication += count * sum(
-            times * exchange_seconds(exchange, machine)
-            for exchange, times in Counter(exchanges).items()
-        )
-    steps = len(plan.cycle)
-    return Prediction(seconds / steps, exposed / steps, communication / steps)
+    steps = [step_seconds(exchanges, machine) for exchanges in plan.cycle]
+    return Prediction(*(sum(times) / len(steps) for times in zip(*steps, strict=True)))
 
 
 def fit_link(
