@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ __all__ = [
     "Announced",
     "Comparison",
     "ModuleRounds",
+    "describe_texts",
 ]
 
 JOINED, ROUND, BUFFERS, STEP, PLAN = UNSAID, 0, 1, 2, 3
@@ -71,7 +72,7 @@ _SAME_STEPS = (
 _COMMON = 3
 """Facts of every message, whatever its sender is about to do."""
 _SHOWN = 3
-"""Differences between options in a message."""
+"""Differences between texts in a message."""
 
 
 class Announced(NamedTuple):
@@ -178,25 +179,43 @@ class Comparison:
         if len({*checksums} - {UNSAID}) < 2:
             return ""
         assert fact.explain is not None
-        comm, sentences = self._comm, []
-        texts_of = {}
-        for place, (rank, checksum) in enumerate(zip(self._ranks, checksums, strict=True)):
-            texts = comm.broadcast_object(fact.explain() if place == comm.rank() else None, place)
-            if checksum != UNSAID:
-                texts_of[rank] = texts
-        for key in dict.fromkeys(itertools.chain.from_iterable(texts_of.values())):
-            found = {rank: texts[key] for rank, texts in texts_of.items() if key in texts}
-            distinct = tuple(dict.fromkeys(found.values()))
-            one = [Fact(key[0], 0, distinct)]
-            places = [[distinct.index(text)] for text in found.values()]
-            if len(distinct) > 1:
-                sentences.append(describe_differences(one, places, [*found]) + key[1])
+        mine = None if checksums[self._comm.rank()] == UNSAID else fact.explain()
         # what differed may have been an earlier step, of which only the checksum is left
-        whole = describe_differences(
+        differences = describe_texts(mine, self._comm, self._ranks) or describe_differences(
             [fact._replace(explain=None)], [[checksum] for checksum in checksums], self._ranks
         )
-        differences = "; ".join(sentences[:_SHOWN]) or whole
-        return differences and f"{differences}. {_SAME_STEPS}"
+        return f"{differences}. {_SAME_STEPS}"
+
+
+def describe_texts(
+    texts: Mapping[tuple[str, str], str] | None,
+    comm: Communicator,
+    ranks: Sequence[int],
+    absent: str | None = None,
+) -> str:
+    """Return the first differences between the ranks' texts, "" if there are none. Collective.
+
+    Args:
+        texts: this rank's, each under a sentence about it, as of a `Fact`, and what follows the
+            last sentence; None: this rank is not compared.
+        comm: the ranks.
+        ranks: their global ranks, for messages.
+        absent: the text of what a rank does not have; None: it is not compared there.
+    """
+    everyone = [
+        comm.broadcast_object(texts if place == comm.rank() else None, place)
+        for place in range(comm.nranks())
+    ]
+    sentences = []
+    for sentence, end in dict.fromkeys(itertools.chain(*filter(None, everyone))):
+        found = [
+            None if theirs is None else theirs.get((sentence, end), absent) for theirs in everyone
+        ]
+        distinct = tuple(dict.fromkeys(text for text in found if text is not None))
+        values = [[UNSAID if text is None else distinct.index(text)] for text in found]
+        if difference := describe_differences([Fact(sentence, 0, distinct)], values, ranks):
+            sentences.append(difference + end)
+    return "; ".join([*sentences[:_SHOWN], *["and more"] * (len(sentences) > _SHOWN)])
 
 
 class AgreedRounds:

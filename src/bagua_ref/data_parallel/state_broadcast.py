@@ -15,17 +15,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from bagua_ref.base.memory import effective_strides
-from bagua_ref.base.ranks import format_ranks
 from bagua_ref.buckets.optimizer_state import take_over
 from bagua_ref.communicators.base import Communicator
+from bagua_ref.data_parallel.rounds import describe_texts
 from bagua_ref.data_parallel.sharding import local, place_state
 from bagua_ref.groups.communication import broadcast_coalesced
-from bagua_ref.types import ReduceOp
 
 __all__ = ["broadcast_state", "refusing_together", "share_object", "share_state", "warn_of_drift"]
 
-_SHOWN = 3  # differences in a message
-_ABSENT, _ORDER = "none", "order"
 _SUMMING = {"Adafactor", "LBFGS"}
 """Those of torch's optimizers whose results depend on the number of threads, as they sum over a
 parameter's elements.
@@ -184,50 +181,15 @@ def _described(
 
 def _differences_between(mine: dict[str, str], comm: Communicator, ranks: Sequence[int]) -> str:
     """Return on every rank who differs in what, "" if all have the same texts under the same names,
-    in the same order.
+    in the same order. Collective.
     """
-    digest = torch.tensor(
-        list(hashlib.sha256(repr(list(mine.items())).encode()).digest()), dtype=torch.int32
-    )
-    extremes = torch.stack([digest, -digest])
-    comm.allreduce_inplace(extremes, ReduceOp.MIN)
-    if extremes[0].equal(-extremes[1]):
+    digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()[:8]
+    digests = comm.exchange_ints([int.from_bytes(digest, "big", signed=True)])()
+    if all(theirs == digests[0] for theirs in digests):
         return ""
-    first: dict[str, str] = comm.broadcast_object(mine, 0)
-    found = [
-        comm.broadcast_object(_differences(mine, first) if r == comm.rank() else None, r)
-        for r in range(comm.nranks())
-    ]
-    usual = {**first, _ORDER: "that of the group's first rank"}
-    place_of = {name: place for place, name in enumerate(usual)}
-    names = sorted(
-        {name for theirs in found for name in theirs},
-        key=lambda name: (place_of.get(name, len(usual)), name),
-    )
-    sentences = []
-    for name in names[:_SHOWN]:
-        ranks_with: dict[str, list[int]] = {}
-        for rank, theirs in zip(ranks, found, strict=True):
-            ranks_with.setdefault(theirs.get(name, usual.get(name, _ABSENT)), []).append(rank)
-        sentences.append(
-            f"{name}:"
-            f" {', '.join(f'{text} on {format_ranks(sorted(on))}' for text, on in ranks_with.items())}"
-        )
-    return f"{'; '.join(sentences)}{'; and more' if len(names) > _SHOWN else ''}"
-
-
-def _differences(mine: dict[str, str], first: dict[str, str]) -> dict[str, str]:
-    """Return my texts that differ from the first rank's, but few: in the first rank's order, then
-    by name.
-
-    All ranks' first few, merged in this order, begin with the first few of all.
-    """
-    names = [name for name in first if mine.get(name) != first[name]] + sorted(
-        mine.keys() - first.keys()
-    )
-    if names:
-        return {name: mine.get(name, _ABSENT) for name in names[: _SHOWN + 1]}
-    swapped = [
-        f"{name} before {other}" for name, other in zip(mine, first, strict=True) if name != other
-    ]
-    return {_ORDER: swapped[0]} if swapped else {}
+    places = {(f"{{has}} {{value}} at place {place}", ""): name for place, name in enumerate(mine)}
+    named = {
+        (f"{{has}} {name.replace('{', '{{').replace('}', '}}')}: {{value}}", ""): text
+        for name, text in mine.items()
+    }
+    return describe_texts(named, comm, ranks, "none") or describe_texts(places, comm, ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -23,20 +23,24 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 @dataclass(eq=False)
 class _Group:
-    """The options of a group.
+    """The options of a group when its optimizer stepped.
 
     Attributes:
         names: of the options.
-        raw: their values, and the number of parameters; while these are equal, and no tensors, so
-            are the texts.
+        raw: their values, and the number of parameters; while these are equal, and hold no tensors,
+            so are the texts.
+        read: the values with numbers, or copies that are on the way, for tensors; empty if they are
+            not compared.
         has_tensors: whether some are tensors, which may change in place.
-        texts: of the values, or copies of tensors until `_complete`; empty if not compared.
+        texts: of what was read; None until the copies are there.
+        checksum: of the texts.
     """
 
     names: list[str]
     raw: list[Any]
+    read: list[Any]
     has_tensors: bool
-    texts: list[Any]
+    texts: list[str] | None = None
     checksum: int = 0
 
 
@@ -57,9 +61,10 @@ class TakenSteps:
 
     def clear(self) -> None:
         """Begin anew, as after a round."""
-        self._last: dict[Optimizer, Sequence[_Group]] = {}
-        self._pending: tuple[Optimizer, list[_Group]] | None = None
-        """A step and its new groups, whose checksums are missing: copies are on the way."""
+        self._last: dict[Optimizer, list[_Group]] = {}
+        """Those of each optimizer's last step since the round."""
+        self._pending: Optimizer | None = None
+        """One whose last step is not in the checksum yet: copies are on the way."""
         self._copied: list[Any] = []
         """Events after which the copies are there."""
         self._checksum = self._not_passed = 0
@@ -80,17 +85,23 @@ class TakenSteps:
             # optimizers that share their work between ranks may declare the rank as an option
             if name not in _IMPLEMENTATION and "rank" not in name
         ]
-        before, groups, new = self._groups.get(optimizer, []), [], []
+        before, groups = self._groups.get(optimizer, []), []
         for place, group in enumerate(optimizer.param_groups):
-            raw, parameters = [*map(group.get, names)], group["params"]
-            raw.append(len(parameters))
+            values, parameters = [*map(group.get, names)], group["params"]
+            raw = [*values, len(parameters)]
             known = before[place] if place < len(before) else None
             if known is None or known.has_tensors or known.raw != raw:
-                known = self._read_group(names, raw, group, trained, known)
-                new.append(known)
+                # other groups, as of experts that only this rank has, need not be equal
+                is_compared = not parameters or any(id(p) in trained for p in parameters)
+                tensors: list[torch.Tensor] = []
+                read = [_read(value, tensors) for value in values] if is_compared else []
+                known = _Group(names, raw, read, bool(tensors))
+                self._copied += [
+                    runtime.record_event(t.device) for t in tensors if t.device.type != "cpu"
+                ]
             groups.append(known)
         self._groups[optimizer] = self._last[optimizer] = groups
-        self._pending = optimizer, new
+        self._pending = optimizer
         if not self._copied:
             self._complete()
 
@@ -110,9 +121,8 @@ class TakenSteps:
                 stepped = "{has} stepped {value}", f" as optimizer {number}" if several else ""
                 texts[stepped] = f"{kind} with {len(groups)} groups"
                 for place, group in enumerate(groups):
-                    for name, text in zip(group.names, group.texts, strict=False):
-                        where = f" in group {place} of {which}"
-                        texts[f"{{has}} {name} {{value}}", where] = _joined(text)
+                    for name, text in zip(group.names, group.texts or (), strict=False):
+                        texts[f"{{has}} {name} {{value}}", f" in group {place} of {which}"] = text
             return texts
 
         return [
@@ -127,62 +137,45 @@ class TakenSteps:
             ),
         ]
 
-    def _read_group(
-        self,
-        names: list[str],
-        raw: list[Any],
-        group: dict[str, Any],
-        trained: Container[int],
-        before: _Group | None,
-    ) -> _Group:
-        parameters = group["params"]
-        self._reads_tensors, texts = False, []
-        # other groups, as of experts that only this rank has, need not be equal
-        if not parameters or any(id(parameter) in trained for parameter in parameters):
-            if before is None or before.has_tensors or not before.texts:
-                texts = [self._read(value) for value in raw[:-1]]
-            else:  # usually, only the learning rate has changed
-                texts = [
-                    text if value is old else self._read(value)
-                    for value, old, text in zip(raw, before.raw, before.texts, strict=False)
-                ]
-        return _Group(names, raw, self._reads_tensors, texts)
-
-    def _read(self, value: Any) -> Any:
-        """Return ``value`` as it is now: a text, or copies of tensors in lists."""
-        if isinstance(value, (float, int, Real)):
-            return f"{value:.7g}"
-        if isinstance(value, (tuple, list)):
-            texts = [*map(self._read, value)]
-            return texts if self._reads_tensors else _joined(texts)
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            return value if isinstance(value, str) else ""
-        self._reads_tensors = True
-        if value.device.type == "cpu":
-            return self._read(value.item())
-        # the host does not wait for the device here: the copy is needed in the next backward pass
-        copy = value.detach().to("cpu", non_blocking=True)
-        self._copied.append(runtime.record_event(value.device))
-        return copy
-
     def _complete(self) -> None:
         """Add the pending step to the checksum."""
-        if self._pending is None:
+        optimizer, self._pending = self._pending, None
+        if optimizer is None:
             return
-        (optimizer, new), self._pending = self._pending, None
         for event in self._copied:
             event.synchronize()
         self._copied.clear()
-        for group in new:
-            if group.has_tensors:
-                group.texts = [*map(_joined, group.texts)]
-            group.checksum = zlib.crc32(repr(group.texts).encode())
-        checksums = [group.checksum for group in self._last[optimizer]]
-        step = repr((type(optimizer).__name__, checksums))
+        groups = self._last[optimizer]
+        for group in groups:
+            if group.texts is None:
+                group.texts = [*map(_text, group.read)]
+                group.checksum = zlib.crc32(repr(group.texts).encode())
+        step = repr((type(optimizer).__name__, [group.checksum for group in groups]))
         self._checksum = zlib.crc32(step.encode(), self._checksum)
 
 
-def _joined(text: Any) -> str:
-    if isinstance(text, list):
-        return f"({', '.join(map(_joined, text))})"
-    return f"{text.item():.7g}" if isinstance(text, torch.Tensor) else str(text)
+def _read(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return ``value`` as it is now, with numbers for tensors, or copies that are on the way; add
+    the tensors to ``tensors``.
+    """
+    if isinstance(value, (tuple, list)):
+        return [_read(item, tensors) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1:
+        return None
+    tensors.append(value)
+    # the host does not wait for the device here: the copy is needed in the next backward pass
+    return (
+        value.item() if value.device.type == "cpu" else value.detach().to("cpu", non_blocking=True)
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if isinstance(value, (float, int, Real)):
+        return f"{value:.7g}"
+    return value if isinstance(value, str) else ""
