@@ -281,20 +281,3 @@ def test_sharded_modules_are_refused_by_name() -> None:
             module.with_bagua(
                 [torch.optim.SGD(module.parameters(), lr=0.1)], GradientAllReduceAlgorithm()
             )
-
-
-@on_every_rank(2)
-def test_a_scripted_module_is_refused_before_anything_is_sent(r: int) -> None:
-    with pytest.raises(NotImplementedError, match="takes no hooks"):
-        torch.jit.script(nn.Sequential(nn.Linear(4, 2))).with_bagua(
-            [], GradientAllReduceAlgorithm()
-        )
-
-
-@on_every_rank(2)
-def test_a_lazy_module_is_refused_until_it_was_called(r: int) -> None:
-    module = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(ValueError, match=r"'0\.weight' is not initialized yet"):
-        module.with_bagua([], GradientAllReduceAlgorithm())
-    module(batch(r))
-    module.with_bagua([], GradientAllReduceAlgorithm())

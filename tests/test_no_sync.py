@@ -5,7 +5,6 @@ passes come between.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from tests.trainings import by_name, on_every_rank, simulate, weights, wrap
 from tests.trainings import small_batch as batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.utils.checkpoint import checkpoint
 
 import bagua_ref
 from bagua_ref.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm
@@ -154,32 +152,6 @@ def test_S5_such_training_is_that_on_the_whole_batch_as_with_torchs_class() -> N
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:
     return [torch.zeros(()) if p.grad is None else p.grad.clone() for p in module.parameters()]
-
-
-def mean_gradients(losses: Callable[[Net, int], list[torch.Tensor]]) -> list[torch.Tensor]:
-    module = Net()
-    for rank in range(2):
-        (sum(losses(module, rank)) / 2).backward()  # type: ignore[union-attr]
-    return gradients(module)
-
-
-def around(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return loss_of(checkpoint(module, x.requires_grad_(), use_reentrant=True))
-
-
-def both(
-    module: Any, rank: int, first_no_sync: bool, whole: bool = True, in_checkpoint: bool = False
-) -> list[torch.Tensor]:
-    """Return the losses of a forward pass outside `no_sync` and of one inside, in either order."""
-
-    def synchronized() -> torch.Tensor:
-        return around(module, batch(rank)) if in_checkpoint else loss_of(module(batch(rank), whole))
-
-    def local() -> torch.Tensor:
-        with module.no_sync() if hasattr(module, "bagua_algorithm") else nullcontext():
-            return loss_of(module(batch(rank, 1)))
-
-    return [local(), synchronized()] if first_no_sync else [synchronized(), local()]
 
 
 @dataclass

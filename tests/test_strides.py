@@ -214,7 +214,7 @@ def test_S2_3_ranks_with_other_strides_are_refused_on_every_rank(
     )
     with pytest.raises(
         ValueError,
-        match=r"parameter 'weight': \(2, 3\) .* on rank 0, .* strides \(1, 2\) on rank 1",
+        match=r"rank 0 has parameter 'weight': \(2, 3\) .*, rank 1 has .* strides \(1, 2\)",
     ):
         wrap(optimizers=[optimizer], algorithm=algorithm)
 

@@ -488,8 +488,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
     "frozen": (frozen, ValueError, "no parameter that needs a gradient"),
     "empty": (nn.ReLU, ValueError, "no parameter that needs a gradient"),
     "not initialized": (lambda: nn.LazyLinear(2), ValueError, "'weight' is not initialized yet"),
-    "sparse": (lambda: nn.Embedding(4, 2, sparse=True), NotImplementedError, "sparse gradients"),
-    "complex": (lambda: nn.Linear(4, 2, dtype=torch.complex64), TypeError, "complex64"),
+    "sparse": (
+        lambda: nn.Embedding(4, 2, sparse=True),
+        NotImplementedError,
+        "'weight' .* sparse gradients",
+    ),
+    "complex": (
+        lambda: nn.Linear(4, 2, dtype=torch.complex64),
+        TypeError,
+        "'weight' is torch.complex64.*view_as_real",
+    ),
     "scripted": (lambda: torch.jit.script(nn.Linear(4, 2)), NotImplementedError, "takes no hooks"),
 }
 
@@ -522,20 +530,6 @@ def test_an_algorithm_that_one_rank_cannot_use_is_refused_on_every_rank(r: int) 
     optimizers = [sgd(module)] if r else []
     with pytest.raises(ValueError, match="local_sgd"):
         module.with_bagua(optimizers, Algorithm.init("local_sgd", period=1))
-
-
-@on_every_rank(2)
-def test_bad_modules_are_refused(r: int) -> None:
-    with pytest.raises(ValueError, match="nothing to train"):
-        nn.ReLU().with_bagua([], GradientAllReduceAlgorithm())
-    with pytest.raises(NotImplementedError, match=r"'0\.weight'.*sparse"):
-        nn.Sequential(nn.Embedding(3, 2, sparse=True)).with_bagua([], GradientAllReduceAlgorithm())
-    with pytest.raises(TypeError, match=r"'0\.weight' is torch.complex64.*view_as_real"):
-        nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64)).with_bagua(
-            [], GradientAllReduceAlgorithm()
-        )
-    with pytest.raises(ValueError, match="differ between ranks"):
-        nn.Linear(2, 2 + r).with_bagua([], GradientAllReduceAlgorithm())
 
 
 class Spectral(nn.Module):
@@ -636,17 +630,6 @@ def test_S2_1_a_sparse_gradient_that_comes_all_the_same_is_refused_by_name(
     )
     with pytest.raises(NotImplementedError, match=r"'weight' is torch\.sparse_coo.*sparse=False"):
         module(torch.tensor([r, 1 + r])).square().sum().backward()
-
-
-def test_unknown_algorithm_lists_what_there_is() -> None:
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"'telepathy' is not a registered algorithm; there are"
-            r" .*'bytegrad'.*'gradient_allreduce'"
-        ),
-    ):
-        Algorithm.init("telepathy")
 
 
 @pytest.mark.parametrize(

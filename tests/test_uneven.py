@@ -652,7 +652,8 @@ def test_states_are_sent_only_if_a_rank_has_missed_batches(
         train(module, optimizer, r, counts[r])
         before = comm.bytes_sent
     sent = comm.bytes_sent - before
-    assert (sent > 4 * len(weights(network()))) == shares
+    # a broadcast counts as half of the bytes on each of two ranks
+    assert sent > 4 * len(weights(network())) // 2 if shares else sent == 0
 
 
 @on_every_rank(3)

@@ -275,12 +275,6 @@ def test_S2_5_ranks_without_batches_take_part(r: int, name: str) -> torch.Tensor
     return weights(module)
 
 
-@on_every_rank(2)
-def test_ranks_that_differ_in_the_option_are_told_when_wrapping(r: int) -> None:
-    with pytest.raises(ValueError, match="find_unused_parameters: False on rank 0, True on rank 1"):
-        Partly().with_bagua([], GradientAllReduceAlgorithm(), find_unused_parameters=r == 1)
-
-
 @pytest.mark.parametrize(
     "algorithm", [GradientAllReduceAlgorithm(), TopKAlgorithm(0.5)], ids=["alike", "not alike"]
 )

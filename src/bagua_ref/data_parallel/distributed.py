@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partialmethod
 from typing import Any, NoReturn
 
 import torch
+from torch._utils import _get_device_index
 from torch.distributed.utils import _to_kwargs
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
@@ -28,15 +30,6 @@ __all__ = [
     "to_bagua_process_group",
 ]
 
-_OF_THE_TRAINING = {
-    "bagua_algorithm",
-    "bagua_buckets",
-    "bagua_module_name",
-    "bagua_optimizers",
-    "bagua_train_step_counter",
-    "parameters_to_ignore",
-}
-
 _ONE_DEVICE = "a wrapper has one device; start one process for each device"
 _NOT_PROVIDED = {
     "scatter": _ONE_DEVICE,
@@ -48,13 +41,10 @@ _NOT_PROVIDED = {
 }
 
 
-def _not_provided(method: str) -> Callable[..., NoReturn]:
-    def refuse(self: object, *arguments: Any, **named: Any) -> NoReturn:
-        raise NotProvidedError(
-            f"{method}() of DistributedDataParallel is not provided; {_NOT_PROVIDED[method]}"
-        )
-
-    return refuse
+def _refuse(self: object, method: str, *_: object, **__: object) -> NoReturn:
+    raise NotProvidedError(
+        f"{method}() of DistributedDataParallel is not provided; {_NOT_PROVIDED[method]}"
+    )
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -149,7 +139,7 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module={module!r} must be a torch.nn.Module")
-        _refuse_unsupported(dim, check_reduction, torch_arguments)
+        _refuse_unsupported({"dim": dim, "check_reduction": check_reduction, **torch_arguments})
         # Newer versions of torch default to None, with these meanings.
         broadcast_buffers = True if broadcast_buffers is None else broadcast_buffers
         bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
@@ -216,38 +206,21 @@ class DistributedDataParallel(torch.nn.Module):
             (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, device, False)
         return self.module(*inputs, **kwargs)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Skip communication of training forward passes that begin in this context, and of their
-        backward passes (S5).
-        """
-        return self.module.no_sync()  # type: ignore[operator,no-any-return]
-
-    def bagua_metrics(self) -> dict[str, float | int]:
-        """Return this rank's counts of this training, as
-        `bagua_ref.distributed.BaguaModule.bagua_metrics` does.
-        """
-        return self.inner.metrics()
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load parameters and buffers; names may start with ``module.``, as those of `state_dict`
         do, or not.
-
-        Raises:
-            NotImplementedError: assign=True, which would replace the parameters that are in
-                buckets.
         """
-        if assign:
-            raise NotImplementedError("assign=True is not supported; only assign=False is")
-        plain = self.module.state_dict(keep_vars=True).keys()
-        # A submodule may itself be called "module", so choose the reading that fits more entries.
-        fitting = sum(name in plain for name in state_dict)
-        if fitting > sum(
-            name.startswith("module.") and name[len("module.") :] in plain for name in state_dict
-        ):
-            return self.module.load_state_dict(state_dict, strict)
-        return super().load_state_dict(state_dict, strict)
+        # A submodule may itself be called "module".
+        if not self.module.state_dict(keep_vars=True).keys().isdisjoint(state_dict):
+            return self.module.load_state_dict(state_dict, strict, assign)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    @property
+    def _bagua(self) -> ModuleTraining | None:
+        """What the methods of `bagua_ref.distributed.BaguaModule` act on."""
+        return context_of(self.module)
 
     @property
     def inner(self) -> ModuleTraining:
@@ -256,12 +229,11 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             AttributeError: this wrapper is a copy, which trains alone.
         """
-        wrapped = context_of(self.module)
-        if wrapped is None:
+        if self._bagua is None:
             raise AttributeError(
                 "this wrapper is a copy, which trains alone; make another one around its module"
             )
-        return wrapped
+        return self._bagua
 
     @property
     def process_group(self) -> BaguaProcessGroup:
@@ -304,12 +276,13 @@ class DistributedDataParallel(torch.nn.Module):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    scatter, gather = _not_provided("scatter"), _not_provided("gather")
-    to_kwargs = _not_provided("to_kwargs")
-    register_comm_hook = _not_provided("register_comm_hook")
+    scatter = partialmethod(_refuse, "scatter")
+    gather = partialmethod(_refuse, "gather")
+    to_kwargs = partialmethod(_refuse, "to_kwargs")
+    register_comm_hook = partialmethod(_refuse, "register_comm_hook")
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_THE_TRAINING:
+        if name in DistributedDataParallel.__annotations__:
             return getattr(self.inner, name)
         return super().__getattr__(name)
 
@@ -331,16 +304,15 @@ def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
     return found
 
 
-def _refuse_unsupported(dim: int, check_reduction: bool, arguments: dict[str, Any]) -> None:
+def _refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Raise an error that names the first argument of torch's class with an unsupported value."""
-    known = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
-    defaults = {name: parameter.default for name, parameter in known.items()}
-    for name, value in {"dim": dim, "check_reduction": check_reduction, **arguments}.items():
-        if name in arguments and name not in known:
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    for name, value in arguments.items():
+        if name not in known:
             raise TypeError(
                 f"DistributedDataParallel() got an unexpected keyword argument {name!r}"
             )
-        default = {"dim": 0, "check_reduction": False, **defaults}[name]
+        default = known[name].default
         if value != default:
             raise NotImplementedError(
                 f"{name}={value!r} is not supported; only {name}={default!r} is"
@@ -353,29 +325,21 @@ def _device_ids(
     output_device: int | torch.device | None,
 ) -> list[int] | None:
     """Return the number of the one CUDA device, in a list, or None if none was given."""
-    devices = {parameter.device for parameter in module.parameters()}
-    indices = [_index(device) for device in device_ids or ()]
+    devices = sorted({str(parameter.device) for parameter in module.parameters()})
+    indices = [_get_device_index(d, optional=True, allow_cpu=True) for d in device_ids or ()]
     if len(indices) > 1:
         raise ValueError(
             f"device_ids={device_ids!r} must be None or hold one device; start one process for each"
             " device"
         )
-    if indices and {str(device) for device in devices} != {f"cuda:{indices[0]}"}:
+    if indices and devices != [f"cuda:{indices[0]}"]:
         raise ValueError(
             f"device_ids={device_ids!r} must be the CUDA device that all parameters are on, or"
-            f" None; they are on {', '.join(sorted(map(str, devices)))}"
+            f" None; they are on {', '.join(devices)}"
         )
-    if output_device is not None and [_index(output_device)] != indices:
+    if output_device is not None and [_get_device_index(output_device, optional=True)] != indices:
         raise NotImplementedError(
             f"output_device={output_device!r} is not supported with device_ids={device_ids!r};"
             " leave it out"
         )
     return indices or None
-
-
-def _index(device: int | str | torch.device) -> int:
-    """Return the number of a CUDA device; what is no CUDA device has -1."""
-    if isinstance(device, int):
-        return device
-    device = torch.device(device)
-    return device.index if device.type == "cuda" and device.index is not None else -1

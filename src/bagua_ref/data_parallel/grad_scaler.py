@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from bagua_ref.data_parallel.hooks import trainings_of
+from bagua_ref.data_parallel.guard import trainings_of
 from bagua_ref.data_parallel.rounds import STEP
-from bagua_ref.data_parallel.training import ModuleTraining
 
 __all__ = ["GradScaler"]
 
@@ -53,7 +52,8 @@ class GradScaler(torch.amp.GradScaler):
         ranks.
         """
         found_inf = super()._unscale_grads_(optimizer, *args, **kwargs)
-        for training in _trainings(optimizer):
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for training in trainings_of(held):
             rounds, algorithm = training.rounds, training.bagua_algorithm
             if rounds.joining is not None and self not in rounds.joining.others:
                 raise RuntimeError(
@@ -67,11 +67,3 @@ class GradScaler(torch.amp.GradScaler):
                 for found in found_inf.values():
                     found.fill_(1)
         return found_inf
-
-
-def _trainings(optimizer: torch.optim.Optimizer) -> list[ModuleTraining]:
-    """Return the trainings of the optimizer's parameters."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return list(
-        dict.fromkeys(training for parameter in parameters for training in trainings_of(parameter))
-    )

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -20,14 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
-from bagua_ref.base.runtime import current_world
+from bagua_ref.base.runtime import World, current_world
 from bagua_ref.base.utils import inside_backward
 from bagua_ref.buckets.optimizer_state import align
 from bagua_ref.data_parallel.hooks import GradientHook, are_for_a_call, swapped
 from bagua_ref.data_parallel.sharding import LocalShard, ignored_names, reshard, stand_in, whole
 from bagua_ref.types import Group
 
-__all__ = ["StepGuard", "TrainedParameters", "refuse_both", "refuse_inside"]
+__all__ = ["StepGuard", "TrainedParameters", "refuse_both", "refuse_inside", "trainings_of"]
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -45,25 +44,29 @@ class StepGuard:
         self._training, self._trained = weakref.ref(training), trained
         self.parameters = frozenset(map(id, trained.whole))
         """The ids of the module's parameters."""
-        self._module_name, self._world = training.bagua_module_name, training.world
-        self._known = frozenset(training.bagua_optimizers)
+        self._module_name = training.bagua_module_name
         self._checked: dict[Any, tuple[list[int], list[torch.Tensor]]] = {}
         """The ids of parameters that an optimizer had when it was checked, and those of them that
         were frozen and belong to no wrapped module.
         """
         self._inner: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that others consist of."""
+        weakref.finalize(self, _update_hook).atexit = False
 
     def watch(self) -> None:
         """Begin to check the steps of all optimizers."""
-        _watch.add(self, id(self._world))
+        with _lock:
+            _guards[self] = current_world()
+        _update_hook()
 
     def unwatch(self) -> None:
         """Stop checking steps."""
-        _watch.discard(id(self._world), self)
+        with _lock:
+            _guards.pop(self, None)
+        _update_hook()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that a known ``optimizer`` may step.
+        """Check that an ``optimizer`` that was passed when wrapping may step.
 
         Raises:
             RuntimeError: it holds parameters of no wrapped module; or a parameter was swapped; or
@@ -83,23 +86,33 @@ class StepGuard:
                 `before_step`.
         """
         training = self._training()
-        if (
-            (optimizer in self._known and not inside)
-            or training is None
-            or not self._holds_parameters(optimizer)
-        ):
+        if training is None or not self._holds_parameters(optimizer):
             return
+        known = training.bagua_optimizers
         # A step with lr=0 changes no weights: torch.distributed.checkpoint lets an optimizer make
         # its state by one. The step of a known optimizer may consist of another one's.
-        idle = all(group.get("lr") == 0 for group in optimizer.param_groups)
-        if not inside and (idle or training.machine.stepping):
+        if not inside and (
+            optimizer in known
+            or training.machine.stepping
+            or all(group.get("lr") == 0 for group in optimizer.param_groups)
+        ):
             return
         with training.rounds.aborting(RuntimeError):
             if not inside:
-                if self._known and not any(map(self._holds_parameters, self._known)):
-                    for known in self._known:
-                        self._refuse_outsiders(known, [])
-                self._check_own(optimizer, training)
+                if known and not any(map(self._holds_parameters, known)):
+                    self._refuse_outsiders(known[0], [])
+                algorithm = training.bagua_algorithm
+                if (
+                    algorithm.traits.own_optimizers
+                    and optimizer not in training.algorithm.optimizers()
+                ):
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} was about to step module"
+                        f" {self._module_name!r}, but was not among the optimizers when it was"
+                        f" wrapped, and {algorithm.name} acts on the steps of those alone. Call"
+                        " with_bagua() again on every rank, with this optimizer in its list"
+                        " (train(): leave the context, and enter another one)"
+                    )
             self._check_gradients(optimizer, known=False, inside=inside)
         # as ZeRO's step consists of that of an optimizer with the rank's share of parameters
         self._inner.update(
@@ -107,18 +120,6 @@ class StepGuard:
         )
         if optimizer not in self._inner:
             training.rounds.add_step(optimizer, self.parameters, passed=False)
-
-    def _check_own(self, optimizer: torch.optim.Optimizer, training: Any) -> None:
-        algorithm = training.bagua_algorithm
-        own = algorithm.traits.own_optimizers
-        if own and optimizer not in training.algorithm.optimizers():
-            raise RuntimeError(
-                f"{type(optimizer).__name__} was about to step module {self._module_name!r}, but"
-                " was not among the optimizers when it was wrapped, and"
-                f" {algorithm.name} acts on the steps of those alone. Call with_bagua() again on"
-                " every rank, with this optimizer in its list (train(): leave the context, and"
-                " enter another one)"
-            )
 
     def _holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether ``optimizer`` has parameters of the module."""
@@ -134,8 +135,8 @@ class StepGuard:
 
         def gradients() -> dict[str, Any]:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            named = {name: whole(p) for name, p in self._trained.named}
-            return {name: p.grad for name, p in named.items() if id(p) in held}
+            named = zip(self._trained.named, self._trained.whole, strict=True)
+            return {name: p.grad for (name, _), p in named if id(p) in held}
 
         training.machine.step_begins(
             optimizer if known else None, gradients, inside, type(optimizer).__name__
@@ -151,7 +152,7 @@ class StepGuard:
         if ids == checked and not any(parameter.requires_grad for parameter in frozen):
             return
         # at a step, since modules that share an optimizer are wrapped one after the other
-        owned = set().union(*(guard._trained.owned() for guard in _watch.guards(id(self._world))))
+        owned = set().union(*(guard._trained.owned() for guard in _guards_here()))
         outsiders = [parameter for parameter in held if id(parameter) not in owned]
         trained = [parameter for parameter in outsiders if parameter.requires_grad]
         if trained:
@@ -327,17 +328,14 @@ class TrainedParameters:
         """Raise RuntimeError if ``algorithm`` cannot make buckets for new strides; names a
         parameter and its strides.
         """
-        if algorithm.background is None:
-            return
-        before = dict(zip(self._with_strides, self._strides, strict=True))
-        name, parameter = next(
-            (n, p) for n, p in self.named if p in before and p.stride() != before[p]
-        )
-        raise RuntimeError(
-            f"parameter {name!r} had strides {before[parameter]} when the module was wrapped and"
-            f" has {parameter.stride()} now, and {type(algorithm).__name__} cannot make new buckets"
-            " during training. Call with_bagua() again on every rank"
-        )
+        named = [(name, parameter) for name, parameter in self.named if parameter.dim() > 1]
+        for (name, parameter), before in zip(named, self._strides, strict=True):
+            if algorithm.background is not None and parameter.stride() != before:
+                raise RuntimeError(
+                    f"parameter {name!r} had strides {before} when the module was wrapped and has"
+                    f" {parameter.stride()} now, and {type(algorithm).__name__} cannot make new"
+                    " buckets during training. Call with_bagua() again on every rank"
+                )
 
     def _find(self, module: torch.nn.Module) -> list[tuple[str, Parameter]]:
         sparse = {
@@ -416,52 +414,40 @@ def _refuse(ddp: DistributedDataParallel, group: Group, where: str) -> None:
         )
 
 
-class _StepWatch:
-    """The guards of all modules that are wrapped now; while there are any, torch calls `check`
-    before each optimizer step.
+def trainings_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Return each `bagua_ref.data_parallel.training.ModuleTraining` that some of ``parameters``
+    take part in.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # the garbage collector may call `discard` anywhere
-        self._guards: dict[int, tuple[weakref.ref[StepGuard], ...]] = {}
-        """Those of each world, by its id."""
-        self._handle: Any = None
-
-    def add(self, guard: StepGuard, world: int) -> None:
-        """Let `check` ask ``guard`` about the steps in ``world`` until it is discarded or gone."""
-        with self._lock:
-            self._guards[world] = (
-                *self._guards.get(world, ()),
-                weakref.ref(guard, partial(self.discard, world)),
-            )
-            if self._handle is None:
-                self._handle = register_optimizer_step_pre_hook(self.check)
-
-    def discard(self, world: int, guard: StepGuard | weakref.ref[StepGuard]) -> None:
-        """Forget ``guard``, and those that are gone."""
-        with self._lock:
-            left = tuple(ref for ref in self._guards.get(world, ()) if ref() not in (None, guard))
-            if left:
-                self._guards[world] = left
-            else:
-                self._guards.pop(world, None)
-            if not self._guards and self._handle is not None:
-                self._handle.remove()
-                self._handle = None
-
-    def guards(self, world: int) -> list[StepGuard]:
-        """Return those of ``world``."""
-        found = (ref() for ref in self._guards.get(world, ()))
-        return [guard for guard in found if guard is not None]
-
-    def check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Let the guards of this world check a step."""
-        # a compiled step of another module's optimizer must not break its graph
-        if is_dynamo_compiling():
-            return
-        inside = inside_backward()
-        for guard in self.guards(id(current_world())):
-            guard.before_unexpected_step(optimizer, inside)
+    ids = {*map(id, parameters)}
+    found = [guard._training() for guard in _guards_here() if not guard.parameters.isdisjoint(ids)]
+    return [training for training in found if training is not None]
 
 
-_watch = _StepWatch()
+_guards: weakref.WeakKeyDictionary[StepGuard, World] = weakref.WeakKeyDictionary()
+"""The guards of all modules that are wrapped now, and their worlds."""
+_lock = threading.RLock()  # the garbage collector may call `_update_hook` anywhere
+_hook: RemovableHandle | None = None
+"""Torch's hook before each optimizer step, while there are guards."""
+
+
+def _update_hook() -> None:
+    global _hook
+    with _lock:
+        if _guards and _hook is None:
+            _hook = register_optimizer_step_pre_hook(_check_step)
+        elif not _guards and _hook is not None:
+            _hook.remove()
+            _hook = None
+
+
+def _guards_here() -> list[StepGuard]:
+    world = current_world()
+    with _lock:
+        return [guard for guard, its_world in _guards.items() if its_world is world]
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # a compiled step of another module's optimizer must not break its graph
+    if not is_dynamo_compiling():
+        for guard in _guards_here():
+            guard.before_unexpected_step(optimizer, inside_backward())

@@ -27,7 +27,6 @@ __all__ = [
     "call_after_backward",
     "queue_callback",
     "swapped",
-    "trainings_of",
     "trains",
 ]
 
@@ -120,15 +119,6 @@ def swapped(
         for parameter, hook in zip(parameters, hooks, strict=True)
         if getattr(parameter, "_bagua_hook", None) is not hook
     ]
-
-
-def trainings_of(parameter: torch.nn.Parameter) -> list[Any]:
-    """Return each `bagua_ref.data_parallel.training.ModuleTraining` that ``parameter`` takes part
-    in.
-    """
-    hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-    found = (hook.training() for hook in hooks if isinstance(hook, GradientHook))
-    return [training for training in found if training is not None]
 
 
 def trains(module: torch.nn.Module) -> bool:

@@ -13,10 +13,21 @@ import torch
 
 from bagua_ref.algorithms.traits import WithoutBatch
 from bagua_ref.base.ranks import format_ranks
-from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ROUND, Announced
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.data_parallel.rounds import (
+    BUFFERS,
+    COMMON,
+    DIGEST,
+    JOINED,
+    PLAN,
+    ROUND,
+    Announced,
+    Comparison,
+)
 from bagua_ref.data_parallel.state_broadcast import share_object, share_state
 from bagua_ref.data_parallel.training import ModuleTraining
 from bagua_ref.data_parallel.wrapping import context_of
+from bagua_ref.scheduling.engine import UNSAID, Fact
 
 __all__ = ["Joining", "join"]
 
@@ -84,8 +95,9 @@ def join(
         for training in trainings
         if _waits(training, all_count=options[0])
     ]
-    for place, joining in enumerate(joinings):
-        joining.begin(takes_others=place == 0)
+    for joining in joinings:
+        joining.training.rounds.joining = joining
+        joining.shares_others = joining is joinings[0]
     try:
         try:
             yield
@@ -96,7 +108,10 @@ def join(
         _follow(joinings)
     except BaseException as error:
         for joining in joinings:
-            joining.abort(f"an exception left join() there: {type(error).__name__}: {error}")
+            if joining.under_way:
+                joining.end()
+                why = f"an exception left join() there: {type(error).__name__}: {error}"
+                joining.training.rounds.abort(why)
         raise
     for joining in joinings:
         joining.raise_if_early()
@@ -177,18 +192,23 @@ class Joining:
         others: the joinables that are no modules.
 
     Attributes:
+        number: the options as a number from 1 on, which must be equal on all ranks.
         ended_early: why it has ended, if a rank had no more batches and ``throws``; else "".
+        shares_others: whether ranks take over the state of ``others``, too, at the end.
 
     Raises:
         NotImplementedError: a layer communicates by itself.
         RuntimeError: the module is in another one.
     """
 
+    shares_others = False
+
     def __init__(
         self, training: ModuleTraining, all_count: bool, throws: bool, others: Sequence[Any]
     ) -> None:
         self.training, self.others = training, others
         self._all_count, self._throws = all_count, throws
+        self.number = 1 + 2 * all_count + throws
         self._shadowed = 0
         """Rounds in which this rank took part without a batch."""
         self.ended_early = ""
@@ -205,21 +225,13 @@ class Joining:
             )
 
     @property
-    def number(self) -> int:
-        """The options as a number from 1 on, which must be equal on all ranks."""
-        return 1 + 2 * self._all_count + self._throws
-
-    @property
     def under_way(self) -> bool:
         """Whether it has begun and not ended."""
         return self.training.rounds.joining is self
 
-    def begin(self, takes_others: bool) -> None:
-        """Let the ranks say in each round whether they have batches; at the end, take over the
-        state of ``others``, too, or not.
-        """
-        self._takes_others = takes_others
-        self.training.rounds.joining = self
+    def end(self) -> None:
+        """Let rounds no longer say whether this rank has batches."""
+        self.training.rounds.joining, self.training.has_batches = None, True
 
     def round_ended(self, announced: Announced) -> None:
         """Complete a round in which this rank had a batch.
@@ -236,9 +248,8 @@ class Joining:
                 torch._foreach_mul_(
                     [tensor.detach() for tensor in bucket.effective_tensors()], share
                 )
-        if self._throws:
-            self._end_early(announced)
-            self.raise_if_early()
+        self._end_early(announced)
+        self.raise_if_early()
 
     def follow(self) -> None:
         """Take part in the rounds of ranks that have batches until none has; then take over what
@@ -251,55 +262,80 @@ class Joining:
                 " join(); leave the context first"
             )
         training.has_batches = False
-        while (announced := training.rounds.shadow()).active:
+        while (announced := self._shadow()).active:
             if announced.act == BUFFERS:
                 training.buffers.broadcast(announced.active[0], training.engine.meter)
             elif announced.act == PLAN:
                 training.reset()
             elif announced.act == ROUND:
                 self._shadowed += 1
-                if self._throws:
-                    self._end_early(announced)
+                self._end_early(announced)
+                if self.ended_early:
                     return
         self._take_over()
+
+    def _shadow(self) -> Announced:
+        """Announce to the other ranks that this one has no more batches, and take part in the round
+        that they begin, if they do.
+        """
+        training, rounds = self.training, self.training.rounds
+        engine, traits = training.engine, training.bagua_algorithm.traits
+        facts = rounds.facts(JOINED)
+        no_digest = Fact(DIGEST, UNSAID) if traits.same_replicas else None
+
+        def begin() -> Comparison:
+            comparison = rounds.compare(facts)
+            if Announced.of(comparison).act == ROUND and not traits.alike_rounds:
+                comparison.check(lambda: no_digest)
+            return comparison
+
+        with rounds.aborting():
+            comparison = engine.run(begin)
+            announced = Announced.of(comparison)
+            if announced.act != ROUND:
+                return announced
+            if rounds.unused is not None and announced.facts[-1]:
+                rounds.unused.agree_without_batch()
+            for fact, value in zip(facts[COMMON:], announced.facts, strict=True):
+                if fact.adopt is not None:
+                    fact.adopt(value)
+            if training.bagua_algorithm.need_reset():
+                training.reset()
+            if traits.without_batch is WithoutBatch.WEIGHTS:
+                engine.run_round(training.bagua_buckets, is_open=True)
+                engine.wait_pending_comm_ops()
+            else:
+                engine.run(lambda: [*map(BaguaBucket.shadow, training.bagua_buckets)])
+            training._post_backward_hook()
+            if traits.alike_rounds:
+                engine.run(lambda: comparison.check(lambda: no_digest))
+        return announced
 
     def _take_over(self) -> None:
         """End; if ranks had no batch in some rounds, let them take over the state of one that had a
         batch in all. Collective.
         """
-        self._share_state()
-        self.training.rounds.joining, self.training.has_batches = None, True
-
-    def _share_state(self) -> None:
         training, algorithm = self.training, self.training.bagua_algorithm
         comm = training.process_group.get_global_communicator()
-        shadowed = torch.full((comm.nranks(),), self._shadowed)
-        comm.allgather_inplace(shadowed)
-        source = int(shadowed.argmin())
+        shadowed = [number for (number,) in comm.exchange_ints([self._shadowed])()]
+        source = shadowed.index(min(shadowed))
         if training.will_broadcast_buffers():
             training.buffers.broadcast(source, training.engine.meter)
-        if not shadowed.any():
-            return
-        training.rounds.steps.clear()  # those of ranks that had batches
-        if algorithm.traits.same_replicas:
-            named = training.module.named_parameters()
-            parameters = [
-                parameter for name, parameter in named if name not in training.parameters_to_ignore
-            ]
-            share_state(parameters, training.bagua_optimizers, comm, source)
-        counters = comm.broadcast_object(algorithm.counters(), source)
-        if comm.rank() != source:
-            algorithm.load_counters(counters)
-        for other in self.others if self._takes_others else ():
-            state = share_object(other.state_dict(), comm, source)
+        if any(shadowed):
+            training.rounds.steps.clear()  # those of ranks that had batches
+            if algorithm.traits.same_replicas:
+                named = training.module.named_parameters()
+                ignored = training.parameters_to_ignore
+                parameters = [parameter for name, parameter in named if name not in ignored]
+                share_state(parameters, training.bagua_optimizers, comm, source)
+            counters = comm.broadcast_object(algorithm.counters(), source)
             if comm.rank() != source:
-                other.load_state_dict(state)
-
-    def abort(self, why: str) -> None:
-        """End because of a failure, on all ranks."""
-        if self.under_way:
-            self.training.rounds.joining, self.training.has_batches = None, True
-            self.training.rounds.abort(why)
+                algorithm.load_counters(counters)
+            for other in self.others if self.shares_others else ():
+                state = share_object(other.state_dict(), comm, source)
+                if comm.rank() != source:
+                    other.load_state_dict(state)
+        self.end()
 
     def raise_if_early(self) -> None:
         """Raise if training has ended early."""
@@ -307,12 +343,15 @@ class Joining:
             raise RuntimeError(self.ended_early)
 
     def _end_early(self, announced: Announced) -> None:
-        ranks = [self.training.process_group.ranks[rank] for rank in announced.joined]
-        self.ended_early = (
-            f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} no more batches, which"
-            " ends training on all ranks, as join(throw_on_early_termination=True) asks for"
-        )
-        self._take_over()
+        """End after a round in which ranks had no batch, if ``throws``."""
+        if self._throws:
+            ranks = [self.training.process_group.ranks[rank] for rank in announced.joined]
+            self.ended_early = (
+                f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} no more batches,"
+                " which ends training on all ranks, as join(throw_on_early_termination=True) asks"
+                " for"
+            )
+            self._take_over()
 
 
 def _sorted(joinables: Sequence[Any]) -> tuple[list[ModuleTraining], list[Any]]:

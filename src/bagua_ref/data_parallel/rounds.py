@@ -19,9 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from bagua_ref.algorithms.base import TrainingContext
-from bagua_ref.algorithms.traits import WithoutBatch
 from bagua_ref.base.memory import Layout, bytes_of
-from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.data_parallel.parameters import UnusedParameters
 from bagua_ref.data_parallel.sharding import local, whole
@@ -34,6 +32,8 @@ from bagua_ref.types import Group
 
 __all__ = [
     "BUFFERS",
+    "COMMON",
+    "DIGEST",
     "JOINED",
     "PLAN",
     "ROUND",
@@ -58,7 +58,7 @@ _JOINS = tuple(
     for divide in (False, True)
     for throw in (False, True)
 )
-_DIGEST = "{has} weights and optimizer state of checksum {value} after a state was loaded"
+DIGEST = "{has} weights and optimizer state of checksum {value} after a state was loaded"
 
 _REMEDY = (
     "Call model.bagua_resynchronize() on every rank to go on from the first rank's state, or start"
@@ -69,7 +69,7 @@ _SAME_STEPS = (
     "All ranks must take the same steps: pass the mean of the loss over ranks, for instance, to a"
     " learning rate scheduler that follows the loss"
 )
-_COMMON = 3
+COMMON = 3
 """Facts of every message, whatever its sender is about to do."""
 _SHOWN = 3
 """Differences between texts in a message."""
@@ -110,29 +110,25 @@ class Comparison:
     Collective: every rank brings as many facts, in the same order; making one sends them.
 
     Args:
+        rounds: of the training that they train, for messages.
         comm: the communicator of the ranks, which the caller's thread alone uses.
         ranks: their global ranks, for messages.
-        module_name: the module that they train, for messages.
         facts: this rank's, which must be equal on all ranks.
         flag: of a round, whether this rank has loaded a state since the last one.
-        remedy: the way out if ranks disagree, for messages.
     """
 
     def __init__(
         self,
+        rounds: AgreedRounds,
         comm: Communicator,
         ranks: Sequence[int],
-        module_name: str,
         facts: Sequence[Fact],
-        flag: bool = False,
-        *,
-        remedy: str,
+        flag: bool,
     ) -> None:
-        self._comm, self._ranks, self._module_name, self._facts = comm, ranks, module_name, facts
-        self._remedy = remedy
+        self._rounds, self._comm, self._ranks, self._facts = rounds, comm, ranks, facts
         self._receive = comm.exchange_ints([int(flag), *(fact.value for fact in facts)])
         self._received: list[list[int]] | None = None
-        self._loaded = self._differ = False
+        self._same = True
 
     def check(self, digest: Callable[[], Fact | None] | None = None) -> list[list[int]]:
         """Wait for the facts of all ranks and compare them, once; return each rank's flag and
@@ -151,17 +147,22 @@ class Comparison:
             received = self._receive()
             # Usually all are equal, and one stands for them: thousands of ranks would take longer
             # than the step.
-            distinct = received[:1] if received.count(received[0]) == len(received) else received
+            self._same = received.count(received[0]) == len(received)
+            distinct = received[: 1 if self._same else None]
             self._compare(self._facts, [values for _, *values in distinct])
-            self._received, self._loaded = received, any(flag for flag, *_ in distinct)
-            self._differ = len(distinct) > 1
-        if digest is not None and self._differ:
+            self._received = received
+        received = self._received
+        if digest is not None and not self._same:
             for place, fact in enumerate(self._facts, start=1):
                 if fact.explain is not None:
-                    self._raise(self._explain(fact, [theirs[place] for theirs in self._received]))
-        if digest is not None and self._loaded and (weights := digest()) is not None:
+                    self._raise(self._explain(fact, [theirs[place] for theirs in received]))
+        if (
+            digest is not None
+            and any(flag for flag, *_ in received[: 1 if self._same else None])
+            and (weights := digest()) is not None
+        ):
             self._compare([weights], self._comm.exchange_ints([weights.value])())
-        return self._received
+        return received
 
     def _compare(self, facts: Sequence[Fact], values: Sequence[Sequence[int]]) -> None:
         if any(theirs != values[0] for theirs in values):
@@ -170,8 +171,8 @@ class Comparison:
     def _raise(self, differences: str) -> None:
         if differences:
             raise CommunicationError(
-                f"the ranks that train module {self._module_name!r} disagree: {differences}."
-                f" {self._remedy}"
+                f"the ranks that train module {self._rounds.name!r} disagree: {differences}."
+                f" {self._rounds.remedy}"
             )
 
     def _explain(self, fact: Fact, checksums: Sequence[int]) -> str:
@@ -231,11 +232,11 @@ class AgreedRounds:
 
     Attributes:
         alone: whether there is one rank only, so that nothing is compared.
-        compare: begins a `Comparison` of all ranks, from facts and a flag.
-        compare_in_node: begins one of the ranks of this node; None if they do not compare first.
+        groups: those that fail together; the first one is ``group``.
         broken: why no round can begin; "" while all is well.
         loaded: whether a state was loaded since the last round.
         compared: the last round's comparison, when all ranks have agreed.
+        in_nodes: as given.
         joining: the `bagua_ref.data_parallel.joining.Joining` that the module is in; None outside
             of `bagua_ref.join`.
     """
@@ -245,17 +246,25 @@ class AgreedRounds:
     def __init__(
         self, group: Group, name: str, meter: Meter, *, in_nodes: bool = False, remedy: str = ""
     ) -> None:
-        self.group, self.name, self.meter, self._remedy = group, name, meter, remedy
-        comm = group.get_global_communicator()
-        self.alone = comm.nranks() == 1
-        self.compare = partial(Comparison, comm, group.ranks, name, remedy=remedy)
-        self.compare_in_node: Callable[..., Comparison] | None = None
-        if in_nodes and not self.alone:
-            node = group.get_intra_node_communicator()
-            ranks = [rank for (rank,) in node.exchange_ints([group.ranks[comm.rank()]])()]
-            self.compare_in_node = partial(Comparison, node, ranks, name, remedy=remedy)
+        self.group, self.name, self.meter, self.remedy = group, name, meter, remedy
+        self.groups = [group]
+        self._comm = group.get_global_communicator()
+        self.alone = self._comm.nranks() == 1
+        self.in_nodes = in_nodes and not self.alone
+        if self.in_nodes:
+            self._node = group.get_intra_node_communicator()
+            rank = group.ranks[self._comm.rank()]
+            self._node_ranks = [rank for (rank,) in self._node.exchange_ints([rank])()]
         self.broken, self.loaded = "", False
         self.compared: Comparison | None = None
+
+    def compare(self, facts: Sequence[Fact], flag: bool = False) -> Comparison:
+        """Begin a comparison of all ranks."""
+        return Comparison(self, self._comm, self.group.ranks, facts, flag)
+
+    def compare_in_node(self, facts: Sequence[Fact], flag: bool) -> Comparison:
+        """Begin a comparison of the ranks of this node."""
+        return Comparison(self, self._node, self._node_ranks, facts, flag)
 
     def digest(self) -> Fact | None:
         """Return a checksum of the values that must be equal on all ranks after a state was loaded;
@@ -271,7 +280,8 @@ class AgreedRounds:
         """Let no round begin any more, here and on the other ranks; a training alone can go on."""
         if not self.broken and not self.alone:
             self.broken = why
-            self.group.abort(why)
+            for group in self.groups:
+                group.abort(why)
 
     def fail(self, error: BaseException) -> None:
         """Abort because of ``error``, and let the flight recorder write why."""
@@ -298,8 +308,8 @@ class AgreedRounds:
             CommunicationError: one has; says why, and how to go on.
         """
         if self.broken:
-            why = self.broken.removesuffix(f". {self._remedy}")
-            raise CommunicationError(f"module {self.name!r} cannot train on: {why}. {self._remedy}")
+            why = self.broken.removesuffix(f". {self.remedy}")
+            raise CommunicationError(f"module {self.name!r} cannot train on: {why}. {self.remedy}")
 
 
 class AgreedRound(Round):
@@ -329,14 +339,14 @@ class AgreedRound(Round):
         self._rounds, self._facts, self._steps = rounds, facts, rounds.meter.steps
         self._loaded, rounds.loaded = rounds.loaded, False
         self._alike, self._same_plan, self._stays_in_node = alike, same_plan, stays_in_node
-        self.waits = rounds.compare_in_node is not None or not alike or not same_plan
+        self.waits = rounds.in_nodes or not alike or not same_plan
         self._comparison: Comparison | None = None
 
     def begin(self) -> None:
         """Begin the comparison, and end it unless buckets may run during it."""
         rounds = self._rounds
         with Operation("agreement", meter=rounds.meter):
-            if rounds.compare_in_node is not None:
+            if rounds.in_nodes:
                 rounds.compare_in_node(self._facts, self._loaded).check(rounds.digest)
                 if self._stays_in_node:
                     return
@@ -384,7 +394,10 @@ class ModuleRounds(AgreedRounds):
         self.steps = TakenSteps()
         self._plan = 0
         self._plan_of_last_round: int | None = None
-        self.unused = None if unused_group is None else UnusedParameters(training, unused_group)
+        self.unused = None
+        if unused_group is not None:
+            self.unused = UnusedParameters(training, unused_group)
+            self.groups.append(unused_group)
         if not self.alone:
             training.engine.new_round = self.new_round
 
@@ -411,7 +424,7 @@ class ModuleRounds(AgreedRounds):
         """Return the round that begins now."""
         traits = self._training.bagua_algorithm.traits
         same_plan, self._plan_of_last_round = self._plan == self._plan_of_last_round, self._plan
-        facts = self._facts(ROUND)
+        facts = self.facts(ROUND)
         self.steps.clear()
         return AgreedRound(
             self,
@@ -434,54 +447,15 @@ class ModuleRounds(AgreedRounds):
             act: what is not a round: `BUFFERS`, `STEP` or `PLAN`.
             flag: a flag for the others.
         """
-        facts = self._facts(act)
+        facts = self.facts(act)
 
         def compare() -> Announced:
-            if self.compare_in_node is not None:
+            if self.in_nodes:
                 self.compare_in_node(facts, flag).check()
             return Announced.of(self.compare(facts, flag))
 
         with self.aborting():
             return self._training.engine.run(compare)
-
-    def shadow(self) -> Announced:
-        """Announce to the other ranks that this one has no more batches, and take part in the round
-        that they begin, if they do.
-        """
-        training, facts = self._training, self._facts(JOINED)
-        alike = training.bagua_algorithm.traits.alike_rounds
-
-        def begin() -> Comparison:
-            comparison = self.compare(facts)
-            if Announced.of(comparison).act == ROUND and not alike:
-                comparison.check(self._no_digest)
-            return comparison
-
-        with self.aborting():
-            comparison = training.engine.run(begin)
-            announced = Announced.of(comparison)
-            if announced.act == ROUND:
-                if self.unused is not None and announced.facts[-1]:
-                    self.unused.agree_without_batch()
-                for fact, value in zip(facts[_COMMON:], announced.facts, strict=True):
-                    if fact.adopt is not None:
-                        fact.adopt(value)
-                self._run_without_batch()
-                if alike:
-                    training.engine.run(lambda: comparison.check(self._no_digest))
-        return announced
-
-    def _run_without_batch(self) -> None:
-        """Contribute zeros to every bucket, or this rank's weights where these are averaged."""
-        training, engine = self._training, self._training.engine
-        if training.bagua_algorithm.need_reset():
-            training.reset()
-        if training.bagua_algorithm.traits.without_batch is WithoutBatch.WEIGHTS:
-            engine.run_round(training.bagua_buckets, is_open=True)
-            engine.wait_pending_comm_ops()
-        else:
-            engine.run(lambda: [*map(BaguaBucket.shadow, training.bagua_buckets)])
-        training._post_backward_hook()
 
     def end_round(self) -> None:
         """Complete a round inside `bagua_ref.join`, and restore parameters that no rank has
@@ -495,16 +469,10 @@ class ModuleRounds(AgreedRounds):
 
     def close(self) -> None:
         """Close the connections that only rounds use."""
-        if self.unused is not None:
-            self.unused.group.close()
+        for group in self.groups[1:]:
+            group.close()
 
-    def abort(self, why: str) -> None:
-        """Let no round begin any more, here and on the other ranks; a training alone can go on."""
-        if self.unused is not None and not self.broken and not self.alone:
-            self.unused.group.abort(why)
-        super().abort(why)
-
-    def _facts(self, act: int) -> list[Fact]:
+    def facts(self, act: int) -> list[Fact]:
         """Return this rank's facts before ``act``: all if it begins a round, else as many, of which
         only the first have a value.
         """
@@ -543,7 +511,7 @@ class ModuleRounds(AgreedRounds):
         return (
             facts
             if act == ROUND
-            else [*facts[:_COMMON], *(fact._replace(value=UNSAID) for fact in facts[_COMMON:])]
+            else [*facts[:COMMON], *(fact._replace(value=UNSAID) for fact in facts[COMMON:])]
         )
 
     def digest(self) -> Fact | None:
@@ -554,15 +522,10 @@ class ModuleRounds(AgreedRounds):
         checksum = 0
         for parameter, optimizers in replicas:
             held = whole(parameter)  # type: ignore[arg-type]
-            states = [optimizer.state[held] for optimizer in optimizers if held in optimizer.state]
-            tensors = [
-                parameter,
-                *(
-                    value
-                    for state in states
-                    for _, value in sorted(state.items(), key=lambda item: str(item[0]))
-                ),
-            ]
+            tensors: list[Any] = [parameter]
+            for optimizer in optimizers:
+                state = optimizer.state.get(held, {})
+                tensors += (state[name] for name in sorted(state, key=str))
             for tensor in map(local, tensors):
                 # Others are numbers, or tensors whose bytes only their library knows.
                 if (
@@ -572,10 +535,4 @@ class ModuleRounds(AgreedRounds):
                 ):
                     data = bytes_of(tensor.detach().cpu().contiguous()).numpy()
                     checksum = zlib.crc32(data.data, checksum)
-        return Fact(_DIGEST, checksum)
-
-    def _no_digest(self) -> Fact | None:
-        """As `digest`, but say nothing."""
-        return (
-            Fact(_DIGEST, UNSAID) if self._training.bagua_algorithm.traits.same_replicas else None
-        )
+        return Fact(DIGEST, checksum)

@@ -25,7 +25,7 @@ from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import let_compiler_see_hooks, uncompiled
-from bagua_ref.data_parallel.hooks import trainings_of
+from bagua_ref.data_parallel.guard import trainings_of
 from bagua_ref.data_parallel.parameters import refuse_what_cannot_be_flat
 from bagua_ref.data_parallel.sharding import check_sharded, group_of
 from bagua_ref.data_parallel.training import ModuleTraining, Options
@@ -256,7 +256,7 @@ def resynchronize(module: torch.nn.Module) -> None:
 
 def context_of(module: torch.nn.Module) -> ModuleTraining | None:
     """Return the training context of ``module``, None if it is not wrapped."""
-    return cast("ModuleTraining | None", uncompiled(module).__dict__.get("_bagua"))
+    return cast("ModuleTraining | None", getattr(uncompiled(module), "_bagua", None))
 
 
 def named(name: str, optimizers: Sequence[torch.optim.Optimizer], **options: Any) -> Algorithm:
@@ -317,7 +317,7 @@ def _check(module: torch.nn.Module, algorithm: Algorithm, group: Group, options:
     refuse_what_cannot_be_flat(module)
     check_sharded(module, algorithm, group, options.ignored)
     for name, parameter in module.named_parameters():
-        for other in trainings_of(parameter):
+        for other in trainings_of([parameter]):
             if other.module is not module:
                 raise ValueError(
                     f"parameter {name!r} takes part in the training of"
