@@ -4,7 +4,6 @@ virtual clock.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -22,7 +21,8 @@ from bagua_ref.simulation.communicator import SimulatedNetwork, SimulatedTranspo
 from bagua_ref.simulation.group import Call
 from bagua_ref.simulation.rank_world import SimulatedRankWorld, always
 from bagua_ref.simulation.scheduler import Scheduler
-from bagua_ref.simulation.schedules import Schedule, Schedules
+from bagua_ref.simulation.schedules import Schedule, Schedules, SeededSchedule
+from bagua_ref.simulation.tasks import RankState
 
 __all__ = ["Schedule", "Schedules", "SimulatedWorld", "always"]
 
@@ -170,7 +170,7 @@ class SimulatedWorld:
         ]
         identities = [Identity(rank, self.world_size, *place) for rank, place in enumerate(places)]
         node_of = tuple(identity.node_rank for identity in identities)
-        states: Any = None
+        states: Any = [RankState() for _ in identities]
         # imported here, as it takes longer than the rest of this package
         if self.torch_distributed:
             from bagua_ref.simulation.torch_distributed import (
@@ -180,11 +180,17 @@ class SimulatedWorld:
             )
 
             states = rank_states(identities)
-        scheduler = Scheduler(self._choices(), states)
-        network = SimulatedNetwork(scheduler, node_of, self._messages)
+        schedule = self.schedule or SeededSchedule(self.seed)
+        schedule.restart()
+        scheduler = Scheduler(schedule.choose, states)
+        scheduler.messages = self._messages
+        network = SimulatedNetwork(scheduler, node_of)
         if self.observe is not None:
             scheduler.on_communication = self.observe
+        torch_distributed: Any = nullcontext()
         timing: Any = nullcontext()
+        if self.torch_distributed:
+            torch_distributed = simulated_torch(scheduler, network, states)
         if self.link is not None:
             from bagua_ref.simulation.timing import Timing
 
@@ -196,13 +202,11 @@ class SimulatedWorld:
         def main(rank: int) -> None:
             transport = SimulatedTransport(network, rank)
             with use_world(
-                SimulatedRankWorld(
-                    scheduler, identities[rank], transport, states[rank] if states else None, board
-                )
+                SimulatedRankWorld(scheduler, identities[rank], transport, states[rank], board)
             ) as world:
                 results[rank] = (
                     run_process(world, function, *args)
-                    if states
+                    if self.torch_distributed
                     else function(transport.everyone(), *args)
                 )
                 if world.meter is not None:
@@ -211,18 +215,10 @@ class SimulatedWorld:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with simulated_torch(scheduler, network, states) if states else nullcontext(), timing:
+            with torch_distributed, timing:
                 scheduler.run([partial(main, rank) for rank in range(self.world_size)])
         finally:
             torch.set_num_threads(threads)
             self.failed_call = scheduler.failed_call
             self.virtual_time = scheduler.time
         return [results.get(rank) for rank in range(self.world_size)]  # type: ignore[misc] # a killed rank has none
-
-    def _choices(self) -> Callable[[int], int]:
-        """Return the function with which `Scheduler` chooses the next thread."""
-        if self.schedule is not None:
-            self.schedule.restart()
-            return self.schedule.choose
-        drawn = random.Random(self.seed)  # noqa: S311 # to repeat an order, not to hide one
-        return lambda ready: int(drawn.random() * ready)

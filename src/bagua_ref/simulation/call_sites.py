@@ -10,8 +10,6 @@ from bagua_ref.base.ranks import format_ranks
 from bagua_ref.errors import RankCall
 from bagua_ref.simulation.tasks import place
 
-__all__ = ["different_counts", "joined_calls", "meetings", "shifted", "site"]
-
 _MESSAGES = ("send(", "recv(")
 _ROOTED = ("broadcast(", "reduce(", "gather(", "scatter(")
 """Collectives whose root often has a branch of its own."""

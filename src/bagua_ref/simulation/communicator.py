@@ -20,8 +20,6 @@ from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.tasks import call_site
 from bagua_ref.types import ReduceOp
 
-__all__ = ["SimulatedCommunicator", "SimulatedNetwork", "SimulatedTransport"]
-
 
 class SimulatedCommunicator(Communicator):
     """A communicator between threads of one process (S3.9).
@@ -169,7 +167,7 @@ class SimulatedCommunicator(Communicator):
         # one, however many receive it
         copies = {id(tensor): tensor.detach().clone() for tensor, _ in sends}
         for tensor, dst in sends:
-            self._group.post_send(
+            self._group.post_message(
                 Call(self._group, self._rank, f"send(dst={dst})", copies[id(tensor)], None), dst
             )
         self._group.scheduler.yield_()
@@ -186,7 +184,7 @@ class SimulatedCommunicator(Communicator):
 
     def _take(self, tensor: Tensor, src: int) -> Call:
         call = Call(self._group, self._rank, f"recv(src={src})", None, tensor, tensor)
-        self._group.post_recv(call, src)
+        self._group.post_message(call, src)
         return call
 
     def _check_open(self) -> None:
@@ -205,20 +203,11 @@ class SimulatedNetwork:
     Args:
         scheduler: of the ranks' threads.
         node_of: each rank's node.
-        messages_sent: each collective is appended to it: its name, and what each rank of the group
-            sends.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        node_of: tuple[int, ...],
-        messages_sent: list[tuple[str, list[Tensor]]] | None = None,
-    ) -> None:
-        self.scheduler, self.node_of, self.messages_sent = scheduler, node_of, messages_sent
-        self.everyone = SimulatedGroup(
-            scheduler, "simulated", tuple(range(len(node_of))), math.inf, messages_sent
-        )
+    def __init__(self, scheduler: Scheduler, node_of: tuple[int, ...]) -> None:
+        self.scheduler, self.node_of = scheduler, node_of
+        self.everyone = SimulatedGroup(scheduler, "simulated", tuple(range(len(node_of))), math.inf)
         self._connecting: dict[str, SimulatedGroup] = {}
 
     def connect(
@@ -248,7 +237,7 @@ class SimulatedNetwork:
         self.scheduler.yield_()
         name = name or key
         group = self._connecting.setdefault(
-            key, SimulatedGroup(self.scheduler, name, tuple(ranks), timeout, self.messages_sent)
+            key, SimulatedGroup(self.scheduler, name, tuple(ranks), timeout)
         )
         group.check()
         if group.ranks != tuple(ranks):

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 from bagua_ref.base.ranks import USE_JOIN, format_ranks
 from bagua_ref.errors import RankCall
@@ -18,24 +19,6 @@ from bagua_ref.simulation.call_sites import (
 from bagua_ref.simulation.observation import Observation, Step
 from bagua_ref.simulation.schedules import Fault, Schedule
 from bagua_ref.simulation.tasks import place
-
-__all__ = [
-    "NO_VERDICT",
-    "Finding",
-    "after",
-    "after_fault",
-    "depends_on_hash_seed",
-    "first_difference",
-    "minority",
-    "mismatch",
-    "name_shift",
-    "not_repeatable",
-    "notes",
-    "nothing_communicates",
-    "own_error",
-    "used_early",
-    "waits",
-]
 
 NO_VERDICT = frozenset({"unsupported", "not_repeatable", "nothing", "unyielding"})
 """Kinds of findings that say nothing about the program's errors."""
@@ -84,8 +67,6 @@ def own_error(seen: Observation) -> Finding | None:
             or _different_replicas(seen.steps)
             or _different_counts(seen.steps)
         )
-        if finding is not None and finding.kind == "replicas":
-            _name_shift_of(finding, seen)
     elif not calls:
         finding = Finding(seen.kind, seen.message)
     else:
@@ -113,10 +94,11 @@ def own_error(seen: Observation) -> Finding | None:
             else:
                 text += f"; {'; '.join(_by_ranks(calls, 'call', _called))}"
         finding = Finding(seen.kind, text, call.rank, call.file, call.line)
-        if seen.kind in ("deadlock", "ended", "mismatch"):
-            _name_shift_of(finding, seen)
-    if finding is not None:
-        finding.schedule = seen.order.schedule
+    if finding is None:
+        return None
+    finding.schedule = seen.order.schedule
+    if finding.kind == "replicas" or seen.kind in ("deadlock", "ended", "mismatch"):
+        name_shift(finding, seen.log, calls, is_joined=_is_joined(seen.steps))
     return finding
 
 
@@ -172,10 +154,6 @@ def _unreduced(steps: Sequence[Sequence[Step]], largest: Sequence[int]) -> list[
                 )
                 return [f"{text}, at {place(two.file, two.line)}: is every backward in no_sync()?"]
     return []
-
-
-def _name_shift_of(finding: Finding, seen: Observation) -> None:
-    name_shift(finding, seen.log, seen.calls, is_joined=_is_joined(seen.steps))
 
 
 def name_shift(
@@ -329,24 +307,19 @@ def first_difference(
     """
     if first.kind:
         return None
-    found = list(
-        filter(None, map(_different_step, range(len(seen.steps)), first.steps, seen.steps))
-    )
-    for what, before, after in (
-        ("returns", first.returned, seen.returned),
-        ("prints", first.stdout, seen.stdout),
-    ):
-        if not found and (what == "returns" or compares_stdout):
-            differ = (
-                rank
-                for rank, pair in enumerate(zip(before, after, strict=True))
-                if pair[0] != pair[1]
-            )
-            found = [
-                Finding("schedule", f"{_DEPEND}: rank {rank} {what} something else", rank)
-                for rank in differ
-            ]
-    finding = min(found, key=lambda finding: finding.step or 0, default=None)
+    results = [("returns", first.returned, seen.returned)]
+    if compares_stdout:
+        results.append(("prints", first.stdout, seen.stdout))
+    found = [
+        *filter(None, map(_different_step, range(len(seen.steps)), first.steps, seen.steps)),
+        *(
+            Finding("schedule", f"{_DEPEND}: rank {rank} {what} something else", rank)
+            for what, before, after in results
+            for rank in range(len(after))
+            if before[rank] != after[rank]
+        ),
+    ]
+    finding = min(found, key=lambda finding: (finding.step is None, finding.step), default=None)
     if finding is not None:
         finding.schedule = seen.order.schedule
     return finding
@@ -396,15 +369,19 @@ def used_early(first: Observation, line: tuple[str, int] | None) -> Finding:
     )
 
 
-def sends_otherwise(first: Observation, seen: Observation) -> bool:
-    """Return whether the second run communicates at the same places as the first, but sends
-    something else.
-    """
-    places = (
-        [[(call.operation, call.file, call.line) for call in calls] for calls in one.log]
-        for one in (first, seen)
-    )
-    return next(places) == next(places) and first.sent != seen.sent
+def _changed(first: Observation, seen: Observation) -> tuple[int, RankCall] | None:
+    """Return the first communication that sends something else in the second run, with its number."""
+    pairs: Any = zip if seen.kind else zip_longest  # a run that fails has fewer
+    changed = [
+        (number, rank)
+        for rank, sent in enumerate(zip(first.sent, seen.sent, strict=True))
+        for number, (before, after) in enumerate(pairs(*sent))
+        if before != after
+    ]
+    number, rank = min(changed, default=(0, None))
+    if rank is None:
+        return None
+    return number, (first.log[rank][number:] or seen.log[rank][number:])[0]
 
 
 def not_repeatable(first: Observation, again: Observation) -> Finding | None:
@@ -422,18 +399,12 @@ def not_repeatable(first: Observation, again: Observation) -> Finding | None:
         advice = (
             ". Nothing that depends on the schedule can be told from that: write before you read"
         )
-    changed = [
-        (number, rank)
-        for rank, pair in enumerate(zip(first.sent, again.sent, strict=True))
-        for number, (before, after) in enumerate(zip(*pair, strict=False))
-        if before != after
-    ]
+    changed = _changed(first, again)
     finding = own_error(again) or first_difference(first, again, False)
-    if changed:
-        number, rank = min(changed)
-        call = first.log[rank][number]
-        text = f"rank {rank} sends other values in {call.operation}"
-        finding = _at("", text, rank, call)
+    if changed is not None:
+        _, call = changed
+        text = f"rank {call.rank} sends other values in {call.operation}"
+        finding = _at("", text, call.rank, call)
     elif finding is not None and not again.kind:
         finding.message = finding.message.partition(": ")[2]
     if finding is None:
@@ -461,20 +432,16 @@ def depends_on_hash_seed(first: Observation, seen: Observation) -> Finding | Non
     """Return the first communication that differs in an interpreter with another PYTHONHASHSEED."""
     if seen.kind:
         return own_error(seen)
-    for rank, (expected, own) in enumerate(zip(first.sent, seen.sent, strict=True)):
-        for number in range(max(len(expected), len(own))):
-            if expected[number : number + 1] != own[number : number + 1]:
-                call = (first.log[rank] if number < len(expected) else seen.log[rank])[number]
-                text = (
-                    f"communication {number} of rank {rank}, {call.operation} at"
-                    f" {place(call.file, call.line)}, sends something "
-                )
-                text += (
-                    "else under another PYTHONHASHSEED: each rank iterates over a set, or uses"
-                    " hash(), in an order of its own"
-                )
-                return Finding("hash_seed", text, rank, call.file, call.line)
-    return None
+    changed = _changed(first, seen)
+    if changed is None:
+        return None
+    number, call = changed
+    text = (
+        f"communication {number} of rank {call.rank}, {call.operation} at"
+        f" {place(call.file, call.line)}, sends something else under another PYTHONHASHSEED: each"
+        " rank iterates over a set, or uses hash(), in an order of its own"
+    )
+    return Finding("hash_seed", text, call.rank, call.file, call.line)
 
 
 def after_fault(first: Observation, seen: Observation) -> Finding | None:
@@ -490,27 +457,23 @@ def after_fault(first: Observation, seen: Observation) -> Finding | None:
     if finding is None or finding.kind == "replicas":
         finding = _different_replicas(survivors)
     if finding is None and fault.kind == "slow":
-        failed = [
+        failed = (
             Finding("fault", f"rank {rank} raises {text}", rank)
             for rank, text in enumerate(seen.exceptions)
             if text
-        ]
-        finding = failed[0] if failed else first_difference(first, seen, False)
+        )
+        finding = next(failed, None) or first_difference(first, seen, False)
     if finding is None and all(step.is_finite for steps in first.steps for step in steps):
         text = (
             "trains on the values of a failed collective: parameters are NaN after optimizer step"
         )
-        numbered = [
-            (rank, number, step)
+        nan = (
+            _at("fault", f"rank {rank} {text} {number}", rank, step, number)
             for rank, steps in enumerate(survivors)
             for number, step in enumerate(steps)
-        ]
-        nan = [
-            _at("fault", f"rank {rank} {text} {number}", rank, step, number)
-            for rank, number, step in numbered
             if not step.is_finite
-        ]
-        finding = nan[0] if nan else None
+        )
+        finding = next(nan, None)
     if finding is None:
         return None
     calls = first.log[fault.rank]

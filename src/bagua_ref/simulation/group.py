@@ -24,8 +24,6 @@ from bagua_ref.errors import (
 from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.tasks import Ticket, call_site
 
-__all__ = ["Call", "Function", "SimulatedGroup"]
-
 
 class Call:
     """One rank's part in a collective, or one side of a message.
@@ -156,20 +154,12 @@ class SimulatedGroup:
         name: the group's.
         ranks: the global rank of each rank of the group.
         timeout: virtual seconds that a call waits for other ranks.
-        messages_sent: each collective of a tensor is appended to it: its name, and what each rank
-            sends.
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        name: str,
-        ranks: Sequence[int],
-        timeout: float,
-        messages_sent: list[tuple[str, list[Tensor]]] | None = None,
+        self, scheduler: Scheduler, name: str, ranks: Sequence[int], timeout: float
     ) -> None:
         self.scheduler, self.name, self.ranks, self.timeout = scheduler, name, ranks, timeout
-        self._messages_sent = messages_sent
         self.under_way: dict[tuple[str, int], dict[int, Call]] = {}
         """The calls of each incomplete collective, by its stream and number in it, and by rank."""
         self._numbers: dict[tuple[str, int], int] = {}
@@ -223,47 +213,34 @@ class SimulatedGroup:
             del self.under_way[stream, number]
             self._complete([calls[rank] for rank in range(len(self.ranks))], function)
 
-    def post_send(self, call: Call, dst: int, tag: int = 0) -> None:
-        """Send a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is
-        there.
+    def post_message(self, call: Call, peer: int | None, tag: int = 0) -> None:
+        """Send a message to rank ``peer`` of the group, which is read when the receiver is there, or
+        receive one from it, or from any rank if it is None.
         """
         self.scheduler.on_communication(call)
         self.check()
         call.locate()
-        call.partners = (dst,)
-        waiting = self.recvs.get((dst, tag), deque())
-        for receiver in waiting:
-            if receiver.source in (None, call.rank):
-                waiting.remove(receiver)
-                self._deliver(call, receiver)
+        n, is_send = len(self.ranks), call.recv is None
+        call.partners = [r for r in range(n) if r != call.rank] if peer is None else [peer]
+        call.source = None if is_send else peer
+        own, others = (self.sends, self.recvs) if is_send else (self.recvs, self.sends)
+        key = (peer if is_send and peer is not None else call.rank), tag
+        waiting = others.get(key, deque())
+        for other in waiting:
+            sender, receiver = (call, other) if is_send else (other, call)
+            if receiver.source in (None, sender.rank):
+                waiting.remove(other)
+                self._deliver(sender, receiver)
                 return
-        self.sends.setdefault((dst, tag), deque()).append(call)
-
-    def post_recv(self, call: Call, src: int | None, tag: int = 0) -> None:
-        """Receive a message of rank ``src`` of the group, or of any rank if that is None; it may
-        come later.
-        """
-        self.scheduler.on_communication(call)
-        self.check()
-        call.locate()
-        call.source = src
-        call.partners = (
-            (src,) if src is not None else [r for r in range(len(self.ranks)) if r != call.rank]
-        )
-        waiting = self.sends.get((call.rank, tag), deque())
-        for sender in waiting:
-            if src in (None, sender.rank):
-                waiting.remove(sender)
-                self._deliver(sender, call)
-                return
-        self.recvs.setdefault((call.rank, tag), deque()).append(call)
+        own.setdefault(key, deque()).append(call)
 
     def _complete(self, calls: list[Call], function: Function) -> None:
         error = self._disagreement(calls)
         if error is None:
             sends = [call.send for call in calls]
-            if self._messages_sent is not None and all(isinstance(send, Tensor) for send in sends):
-                self._messages_sent.append((calls[0].operation, [send.clone() for send in sends]))
+            messages = self.scheduler.messages
+            if messages is not None and all(isinstance(send, Tensor) for send in sends):
+                messages.append((calls[0].operation, [send.clone() for send in sends]))
             try:
                 function(sends, [call.recv for call in calls])
             except (RuntimeError, ValueError, TypeError) as raised:

@@ -32,15 +32,12 @@ from bagua_ref.simulation.findings import (
     notes,
     nothing_communicates,
     own_error,
-    sends_otherwise,
     used_early,
 )
 from bagua_ref.simulation.observation import Observation, Order, observe
 from bagua_ref.simulation.programs import Program
 from bagua_ref.simulation.schedules import Fault, Schedule, Schedules, SeededSchedule
 from bagua_ref.simulation.timing import Timeline
-
-__all__ = ["Exploration", "Judgement", "judge"]
 
 _SHRINKING = 100
 """The most runs to look for a simpler schedule."""
@@ -260,18 +257,15 @@ class _Judge:
         self._report.timeline = seen.timeline
 
     def _early_use(self) -> Finding | None:
-        def differs(lines: set[tuple[str, int]]) -> bool:
+        def differs(lines: Sequence[tuple[str, int]]) -> bool:
             seen = self._one(Order(self._first.order.schedule, prompt=lines))
-            return self._differs(seen) is not None or (
-                self._memory is None and sends_otherwise(self._first, seen)
-            )
+            sends_otherwise = self._first.log == seen.log and self._first.sent != seen.sent
+            return self._differs(seen) is not None or (self._memory is None and sends_otherwise)
 
-        lines = {(call.file, call.line) for calls in self._first.log for call in calls}
-        return (
-            used_early(self._first, next((line for line in sorted(lines) if differs({line})), None))
-            if differs(lines)
-            else None
-        )
+        lines = sorted({(call.file, call.line) for calls in self._first.log for call in calls})
+        if not differs(lines):
+            return None
+        return used_early(self._first, next((line for line in lines if differs([line])), None))
 
     def _schedules(self) -> Finding | None:
         if self._search.schedule is not None:

@@ -50,8 +50,6 @@ from bagua_ref.simulation.torch_distributed.processes import Replacements
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 from bagua_ref.simulation.torch_distributed.work import promptly
 
-__all__ = ["Observation", "Order", "Step", "observe"]
-
 _NEEDS_CUDA = re.compile(
     r"_cuda_\w+|not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|CUDA (driver|is not available)"
     r"|torch_cpu.*cuda|required?s? CUDA|without CUDA|accelerator device when none|_for_cpu\b"
@@ -193,7 +191,7 @@ def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation
         ):
             seen.returned = world.run(watch.run, program)
         seen.hints = watch.hints()
-        seen.largest = watch.largest()
+        seen.largest = [rank.largest for rank in watch.ranks]
     except SimulationError as error:
         seen.kind, seen.message, seen.calls = error.kind or "error", str(error), error.calls
     except (Exception, SystemExit) as error:  # the program's
@@ -246,7 +244,7 @@ class _RunWatch:
         """Of each file: the rank that opens it, its calls before by group, and its line."""
         self._parents = weakref.WeakKeyDictionary[torch.nn.Module, Any]()
         """The parent of each module, as a weak reference, and the module's name in it."""
-        self._ranks = [_RankWatch(rank) for rank in range(n)]
+        self.ranks = [_RankWatch(rank) for rank in range(n)]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -254,7 +252,9 @@ class _RunWatch:
         with Replacements(lambda: True) as hooks:
             hooks.callback(register_module_forward_pre_hook(self._before_forward).remove)
             hooks.callback(register_module_module_registration_hook(self._name).remove)
-            hooks.enter_context(after_steps(self._before_step, self._after_step))
+            hooks.enter_context(
+                after_steps(lambda optimizer: self._here().before_step(optimizer), self._after_step)
+            )
             for owner, name in ((builtins, "open"), (io, "open")):
                 hooks.function(owner, name, self._open)
             hooks.function(torch, "save", self._save)
@@ -273,7 +273,7 @@ class _RunWatch:
             filled = FilledMemory() if self._seen.order.fills else nullcontext()
             with WatchedOperations() if self._watches else filled:
                 result = program.run()
-            self._seen.uses_hashes = uses_hashes(self._files()) or bool(self._libraries())
+            self._seen.uses_hashes = self._uses_hashes()
             if self._watches and program.function is not None:
                 self._seen.values[rank_world().identity.rank] = pickle.dumps(result)
             return _digest(result)
@@ -290,21 +290,19 @@ class _RunWatch:
         )
         return _digest(result)
 
-    def _files(self) -> list[str]:
-        """Return the files of the calling rank's own modules."""
-        modules = map(sys.modules.get, rank_world().process_state.modules)
-        files = (getattr(module, "__file__", None) for module in modules)
-        return [file for file in files if file and file.endswith(".py")]
-
-    def _libraries(self) -> list[str]:
-        """Return the installed packages that the run has imported, but for torch's."""
-        names = {name.partition(".")[0] for name in sys.modules.keys() - self._known}
-        files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
-        return [
-            name
-            for name, file in files.items()
-            if "-packages" in file and name not in ("torch", "numpy", "sympy", "bagua_ref")
-        ]
+    def _uses_hashes(self) -> bool:
+        """Return whether the program uses sets or ``hash()``, or an installed package that the run
+        has imported, but for torch's, may do so.
+        """
+        own = rank_world().process_state.modules.keys()
+        for name in own | sys.modules.keys() - self._known:
+            file = getattr(sys.modules.get(name), "__file__", None) or ""
+            package = name.partition(".")[0]
+            if name in own and file.endswith(".py") and uses_hashes(file):
+                return True
+            if "-packages" in file and package not in ("torch", "numpy", "sympy", "bagua_ref"):
+                return True
+        return False
 
     def communicates(self, call: Call) -> None:
         """Note a communication of the calling rank, before it takes place."""
@@ -329,25 +327,21 @@ class _RunWatch:
         self._seen.sent[rank].append(
             _digest((call.operation, call.file, call.line, [] if _sends_objects() else sends))
         )
-        self._ranks[rank].largest = max(
-            self._ranks[rank].largest, sum(send.numel() for send in sends)
+        self.ranks[rank].largest = max(
+            self.ranks[rank].largest, sum(send.numel() for send in sends)
         )
         if call.operation.startswith("all_reduce("):
-            self._ranks[rank].reductions.append(
+            self.ranks[rank].reductions.append(
                 (sum(send.numel() for send in sends), tuple(call.group.ranks))
             )
         backward = current_backward()
         if backward is not None:
-            self._ranks[rank].backwards.setdefault(backward, (call.file, call.line))
+            self.ranks[rank].backwards.setdefault(backward, (call.file, call.line))
         world.check_invariants()
         if self._fault is not None:
             self._fault.strike(
                 call, rank, len(self._seen.log[rank]) - 1, {call.group for call in self._calls}
             )
-
-    def largest(self) -> list[int]:
-        """Return the most elements of each rank's communications since its last step."""
-        return [rank.largest for rank in self._ranks]
 
     def hints(self) -> list[str]:
         """Return the oddities of the run that are no errors."""
@@ -366,7 +360,7 @@ class _RunWatch:
         found |= {
             f"nothing waited for {_place(call)}": None for call in self._calls if not call.awaited
         }
-        for rank in self._ranks:
+        for rank in self.ranks:
             fewest = min(map(len, rank.backwards_by_step), default=0)
             if len(rank.backwards_by_step) > 1 and fewest > 1:
                 where = place(*next(iter(rank.backwards_by_step[0].values())))
@@ -405,7 +399,7 @@ class _RunWatch:
         return original(loader)
 
     def _here(self) -> _RankWatch:
-        return self._ranks[rank_world().identity.rank]
+        return self.ranks[rank_world().identity.rank]
 
     def _open(self, original: Any, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
         if isinstance(file, str | bytes | os.PathLike) and set("wax+") & set(mode):
@@ -444,9 +438,6 @@ class _RunWatch:
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():  # which would compile this, too
             self._here().before_forward(module)
-
-    def _before_step(self, optimizer: Any) -> None:
-        self._here().before_step(optimizer)
 
     def _after_step(self, optimizer: Any) -> None:
         here = self._here()

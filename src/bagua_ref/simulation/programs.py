@@ -8,7 +8,7 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +20,6 @@ from bagua_ref.base.runtime import current_world
 from bagua_ref.formulas.costs import LinkCosts
 from bagua_ref.simulation.torch_distributed import run_module, run_script
 from bagua_ref.simulation.torch_distributed.cpu import Devices
-
-__all__ = ["Program", "RankOutput", "uses_hashes"]
 
 
 @dataclass(frozen=True)
@@ -103,15 +101,13 @@ class Program:
         return getattr(importlib.import_module(module), function)()
 
 
-def uses_hashes(files: Iterable[str]) -> bool:
-    """Return whether Python files use sets or ``hash()``, whose order PYTHONHASHSEED changes."""
-    for file in files:
-        for node in ast.walk(ast.parse(Path(file).read_bytes())):
-            if isinstance(node, ast.Set | ast.SetComp):
-                return True
-            if isinstance(node, ast.Name) and node.id in ("set", "frozenset", "hash"):
-                return True
-    return False
+def uses_hashes(file: str) -> bool:
+    """Return whether a Python file uses sets or ``hash()``, whose order PYTHONHASHSEED changes."""
+    return any(
+        isinstance(node, ast.Set | ast.SetComp)
+        or (isinstance(node, ast.Name) and node.id in ("set", "frozenset", "hash"))
+        for node in ast.walk(ast.parse(Path(file).read_bytes()))
+    )
 
 
 class RankOutput(io.TextIOBase):

@@ -16,16 +16,6 @@ from bagua_ref.simulation.communicator import SimulatedTransport
 from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.tasks import Task, Ticket, place
 
-__all__ = [
-    "SimulatedEvent",
-    "SimulatedLock",
-    "SimulatedQueue",
-    "SimulatedRankWorld",
-    "SimulatedThread",
-    "always",
-    "rank_world",
-]
-
 
 class SimulatedRankWorld(World):
     """The world of one simulated rank: the scheduler controls its threads, locks, events, queues

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,8 +24,6 @@ from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.tasks import is_distributed
 from bagua_ref.simulation.timing import after_steps
-
-__all__ = ["IGNORED", "LAYOUTS", "Layout", "SameAsOne", "same_as_one", "split"]
 
 IGNORED = -100
 """The label of a token that does not count, as in `torch.nn.functional.cross_entropy`."""
@@ -97,13 +94,31 @@ class SameAsOne:
 
 @dataclass
 class _Step:
-    """One rank's tensors in a step, by the parameter's name: gradients after the last backward,
-    those that the optimizer used, and the weights after it.
+    """One rank's tensors in a step: gradients after the last backward, those that the optimizer
+    used, and the weights after it; by the parameter's identity until the step is over, then by name.
     """
 
-    raw: dict[str, Tensor] = field(default_factory=dict)
-    used: dict[str, Tensor] = field(default_factory=dict)
+    touched: dict[Any, Tensor] = field(default_factory=dict)
+    raw: dict[Any, Tensor] = field(default_factory=dict)
+    used: dict[Any, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def finish(self, model: Any) -> None:
+        """Take the weights of a model that has made its step, and name all tensors."""
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"step returned {type(model).__name__}: with one parameter it must return the model"
+            )
+        named = {}
+        for name, p in model.named_parameters():
+            while name.startswith(_WRAPPERS):
+                name = name.partition(".")[2]
+            named[name] = p
+        if not self.used:
+            self.used = {id(p): _full(p.grad) for p in named.values() if p.grad is not None}
+        self.weights = {name: _full(p) for name, p in named.items()}
+        self.used = {n: self.used[id(p)] for n, p in named.items() if id(p) in self.used}
+        self.raw = {n: _full(self.raw[id(p)]) for n, p in named.items() if id(p) in self.raw}
 
 
 def split(batch: Any, n: int) -> list[Any]:
@@ -171,7 +186,7 @@ def same_as_one(
     if needs_model and model is None:
         raise TypeError("model=None: step takes a model, so model must be a function that makes it")
     report, alone = SameAsOne(), dict[str, _Step]()
-    run = _Run(step, model if needs_model else None, report)
+    run = partial(_run, step, model if needs_model else None, report)
     integers = _labels(batch, labels)
     for layout in layouts:
         if layout.tokens != "equal" and integers is None:
@@ -199,97 +214,64 @@ def same_as_one(
     return report
 
 
-class _Run:
-    """Makes steps on simulated ranks, and notes what cannot be compared."""
+def _run(step: Any, model: Any, report: SameAsOne, shares: Sequence[Any]) -> list[_Step]:
+    """Return each simulated rank's step on its microbatches; note what cannot be compared."""
+    steps = [_Step() for _ in shares]
+    backward: Any = Tensor.backward
 
-    def __init__(self, step: Any, model: Any, report: SameAsOne) -> None:
-        self._step, self._model, self._report = step, model, report
+    def before_forward(module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # which would compile this, too
+            return
+        steps[rank_world().identity.rank].touched |= {id(p): p for p in module.parameters()}
+        if isinstance(module, _DropoutNd) and module.training and module.p:
+            module.p = 0.0
+            report.notes["dropout is switched off"] = None
+        is_local = isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
+        if is_local and module.training:
+            report.is_comparable = False
+            report.notes[
+                "not compared: BatchNorm's statistics are those of each rank's microbatch"
+            ] = None
 
-    def __call__(self, shares: Sequence[Any]) -> list[_Step]:
-        """Return each rank's step on its microbatches."""
-        steps = [_Step() for _ in shares]
-        with self._observed(steps) as finish:
+    def after_backward(loss: Tensor, *args: Any, **options: Any) -> None:
+        backward(loss, *args, **options)
+        own = steps[rank_world().identity.rank]
+        gradients = {key: p.grad for key, p in own.touched.items()}
+        own.raw = {key: g.detach().clone() for key, g in gradients.items() if g is not None}
 
-            def main() -> None:
-                rank = rank_world().identity.rank
-                torch.manual_seed(0)
-                random.seed(0)
-                np.random.seed(0)  # noqa: NPY002 # the generator that programs use
-                if self._model is None:
-                    finish(self._step(shares[rank]))
-                    return
-                if not dist.is_initialized():
-                    dist.init_process_group("gloo")
-                model = self._model()
-                loss = self._step(model, shares[rank])
-                is_left = isinstance(loss, Tensor) and loss.requires_grad
-                if is_left and all(p.grad is None for p in model.parameters()):
-                    loss.backward()
-                finish(model)
+    def before_step(optimizer: Any) -> None:
+        used = steps[rank_world().identity.rank].used
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
+            if p.grad is not None and id(p) not in used:
+                used[id(p)] = _full(p.grad)
 
+    def main() -> None:
+        rank = rank_world().identity.rank
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002 # the generator that programs use
+        if model is None:
+            steps[rank].finish(step(shares[rank]))
+            return
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        made = model()
+        loss = step(made, shares[rank])
+        is_left = isinstance(loss, Tensor) and loss.requires_grad
+        if is_left and all(p.grad is None for p in made.parameters()):
+            loss.backward()
+        steps[rank].finish(made)
+
+    hook = register_module_forward_pre_hook(before_forward)
+    try:
+        with (
+            after_steps(before_step, lambda optimizer: None),
+            mock.patch.object(Tensor, "backward", after_backward),
+        ):
             SimulatedWorld(len(shares), torch_distributed=True).run(main)
-        return steps
-
-    @contextmanager
-    def _observed(self, steps: list[_Step]) -> Iterator[Callable[[Any], None]]:
-        """Note gradients by parameter as a step goes on; give what turns them into a `_Step`."""
-        raw: list[dict[int, Tensor]] = [{} for _ in steps]
-        used: list[dict[int, Tensor]] = [{} for _ in steps]
-        touched: list[dict[int, Tensor]] = [{} for _ in steps]
-        backward: Any = Tensor.backward
-
-        def before_forward(module: torch.nn.Module, args: Any) -> None:
-            if torch.compiler.is_compiling():  # which would compile this, too
-                return
-            touched[rank_world().identity.rank] |= {id(p): p for p in module.parameters()}
-            if isinstance(module, _DropoutNd) and module.training and module.p:
-                module.p = 0.0
-                self._report.notes["dropout is switched off"] = None
-            is_local = isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
-            if is_local and module.training:
-                self._report.is_comparable = False
-                self._report.notes[
-                    "not compared: BatchNorm's statistics are those of each rank's microbatch"
-                ] = None
-
-        def after_backward(loss: Tensor, *args: Any, **options: Any) -> None:
-            backward(loss, *args, **options)
-            rank = rank_world().identity.rank
-            raw[rank] = {key: p.grad for key, p in touched[rank].items() if p.grad is not None}
-            raw[rank] = {key: grad.detach().clone() for key, grad in raw[rank].items()}
-
-        def before_step(optimizer: Any) -> None:
-            own = used[rank_world().identity.rank]
-            for p in [p for group in optimizer.param_groups for p in group["params"]]:
-                if p.grad is not None and id(p) not in own:
-                    own[id(p)] = _full(p.grad)
-
-        def finish(model: Any) -> None:
-            if not isinstance(model, torch.nn.Module):
-                raise TypeError(
-                    f"step returned {type(model).__name__}: with one parameter it must return the model"
-                )
-            rank = rank_world().identity.rank
-            for name, p in model.named_parameters():
-                while name.startswith(_WRAPPERS):
-                    name = name.partition(".")[2]
-                steps[rank].weights[name] = _full(p)
-                if p.grad is not None and not used[rank]:
-                    steps[rank].used[name] = _full(p.grad)
-                if id(p) in used[rank]:
-                    steps[rank].used[name] = used[rank][id(p)]
-                if id(p) in raw[rank]:
-                    steps[rank].raw[name] = _full(raw[rank][id(p)])
-
-        hook = register_module_forward_pre_hook(before_forward)
-        try:
-            with (
-                after_steps(before_step, lambda optimizer: None),
-                mock.patch.object(Tensor, "backward", after_backward),
-            ):
-                yield finish
-        finally:
-            hook.remove()
+    finally:
+        hook.remove()
+    return steps
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -319,15 +301,17 @@ def _masked(batch: Any, labels: str | int, layout: Layout) -> Any:
     return type(batch)(own if i == labels else value for i, value in enumerate(batch))
 
 
-def _by_share(run: _Run, shares: Sequence[Any], labels: str | int) -> list[_Step | None]:
+def _by_share(run: Any, shares: Sequence[Any], labels: str | int) -> list[_Step | None]:
     """Return the step of one process on each share alone; None for one without tokens."""
-    alone: list[_Step | None] = []
-    for share in shares:
-        own = _labels(share, labels)
-        alone.append(
-            None if own is not None and bool((own == IGNORED).all()) else run([[share]])[0]
-        )
-    return alone
+    tokens = [_labels(share, labels) for share in shares]
+    return [
+        None if own is not None and bool((own == IGNORED).all()) else run([[share]])[0]
+        for share, own in zip(shares, tokens, strict=True)
+    ]
+
+
+def _flat(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    return torch.cat([tensors[name].double().flatten() for name in names])
 
 
 def _is_close(actual: Tensor, expected: Tensor, scale: float) -> bool:
@@ -386,7 +370,7 @@ def _kind(
     own, names = steps[rank].used, list(one.used)
     if not all(bool(own[name].isfinite().all()) for name in names):
         return "it is not finite; is a loss divided by a rank's own number of tokens, which is 0?"
-    flat, expected = (torch.cat([t[n].double().flatten() for n in names]) for t in (own, one.used))
+    flat, expected = _flat(own, names), _flat(one.used, names)
     ratio = float(flat @ expected / (expected @ expected))
     if _is_close((flat / ratio).float(), expected.float(), float(expected.abs().max())):
         return _ratio_text(ratio, one, steps[rank], layout)
@@ -397,21 +381,17 @@ def _kind(
         return f"only {min(wrong)!r}{rest} differ, also between ranks: not synchronised"
     if any(not torch.equal(step.used[name], own[name]) for step in steps for name in names):
         return "the ranks' gradients differ from each other: not synchronised"
-    shares = by_share()
-    columns = [
-        torch.cat([s.used[n].double().flatten() for n in names]) for s in shares if s is not None
-    ]
-    matrix = torch.stack(columns, 1)
+    alone = dict(enumerate(by_share()))
+    shares = {place: share for place, share in alone.items() if share is not None}
+    matrix = torch.stack([_flat(share.used, names) for share in shares.values()], 1)
     weights, due = (torch.linalg.lstsq(matrix, v[:, None]).solution[:, 0] for v in (flat, expected))
     fits = all(
         _is_close((matrix @ w).float(), v.float(), 5 * float(v.abs().max()))
         for w, v in ((weights, flat), (due, expected))
     )
     if fits and bool((due.abs() > 1e-3).all()):
-        ratios = (weights / due).tolist()
-        places = [i for i, share in enumerate(shares) if share is not None]
         texts = []
-        for place, value in zip(places, ratios, strict=True):
+        for place, value in zip(shares, (weights / due).tolist(), strict=True):
             where = f"rank {place // layout.microbatches}"
             where += f"'s microbatch {place % layout.microbatches}" * (layout.microbatches > 1)
             texts.append(f"{where}: {value:.3g} x")
@@ -429,16 +409,16 @@ def _ratio_text(ratio: float, one: _Step, own: _Step, layout: Layout) -> str:
     ):
         return f"it agrees before clipping, and is {ratio:.3g} x after: the norm is another one"
     parts = [("ranks", n), ("microbatches", k), ("ranks and microbatches", n * k)]
-    names = " or ".join(
-        name for name, count in parts if count > 1 and abs(ratio / count - 1) < 1e-3
-    )
-    divided = " or ".join(
-        name for name, count in parts if count > 1 and abs(ratio * count - 1) < 1e-3
-    )
+    reasons = [
+        f"{verb} {name}{end}"
+        for name, count in parts
+        for factor, verb, end in (
+            (count, "summed over", ", not averaged"),
+            (1 / count, "divided once too often by the number of", ""),
+        )
+        if count > 1 and abs(ratio / factor - 1) < 1e-3
+    ]
     if layout.tokens == "none" and abs(ratio * n / (n - 1) - 1) < 1e-3:
-        why = ": the mean over ranks counts the one that has no tokens"
-    elif names:
-        why = f": summed over {names}, not averaged"
-    else:
-        why = f": divided once too often by the number of {divided}" * bool(divided)
+        reasons = ["the mean over ranks counts the one that has no tokens"]
+    why = f": {' or '.join(reasons)}" * bool(reasons)
     return f"all gradients are {ratio:.3g} x those of one process{why}"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from bagua_ref.errors import RankCall, SimulationError
 from bagua_ref.simulation.tasks import (
@@ -34,8 +35,6 @@ from bagua_ref.simulation.tasks import (
     raise_site,
     who_waits,
 )
-
-__all__ = ["Scheduler"]
 
 _POLLS = 10_000
 """Consecutive polls after which sleeping threads are woken, so that a polling loop ends."""
@@ -83,20 +82,17 @@ class Scheduler:
     is in a collective, as otherwise the SimulationError reports the same earlier and in more
     detail.
 
-    Each rank has its own part of the process's global state, by default that of `RankState`; other
-    globals are shared.
+    Each rank has its own part of the process's global state; other globals are shared.
 
     Args:
-        rank_states: for each rank, the state that is put into the process while one of its threads
-            runs; None: a `RankState`.
         choose: takes the number of ready threads, which are in the order in which they became
             ready, and returns the index of the next one. A program and ``choose`` determine the
             interleaving.
+        rank_states: for each rank, the state that is put into the process while one of its threads
+            runs.
     """
 
-    def __init__(
-        self, choose: Callable[[int], int], rank_states: Sequence[RankState] | None = None
-    ) -> None:
+    def __init__(self, choose: Callable[[int], int], rank_states: Sequence[RankState]) -> None:
         self.time = 0.0
         self._choose = choose
         self._tasks: dict[Task, None] = {}
@@ -130,7 +126,9 @@ class Scheduler:
         self.failed_call: RankCall | None = None
         self.steps_at_end: dict[int, int] = {}  # optimizer steps of ranks that have returned
         self._over = threading.Lock()
-        self._states: Sequence[RankState] = rank_states or ()
+        self._states = rank_states
+        self.messages: list[tuple[str, list[Tensor]]] | None = None
+        """If not None, each collective is appended to it: its name, and what each rank sends."""
 
     # For the caller of a simulation.
 
@@ -144,8 +142,6 @@ class Scheduler:
         collects = gc.isenabled()
         gc.disable()
         outside = RankState()
-        if not self._states:
-            self._states = [RankState() for _ in functions]
         try:
             for rank, function in enumerate(functions):
                 self._start(Task(rank, f"rank {rank}", True, function))

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation.group import Call, SimulatedGroup
 
-__all__ = ["FAULTS", "Fault", "Schedule", "Schedules", "SeededSchedule"]
-
 FAULTS = ("kill", "stop", "slow")
 
 _LOST = 1.0
@@ -218,16 +216,6 @@ class Schedules:
             raise ValueError(f"limit={limit!r} must be at least 1 schedule")
         self._deviations, self._limit = deviations, limit
         self._start()
-
-    def __repr__(self) -> str:
-        how = (
-            "all"
-            if self.exhausted
-            else f"all with at most {self._deviations} deviations"
-            if self.complete
-            else "not all"
-        )
-        return f"Schedules({self.runs} run, {how})"
 
     def __iter__(self) -> Iterator[Schedule]:
         self._start()

@@ -24,21 +24,6 @@ import torch
 from bagua_ref.base.ranks import describe_ends, format_ranks
 from bagua_ref.errors import RankCall
 
-__all__ = [
-    "RankState",
-    "Task",
-    "Ticket",
-    "Unwind",
-    "blocked",
-    "call_site",
-    "is_called_directly",
-    "is_distributed",
-    "is_user_code",
-    "place",
-    "raise_site",
-    "who_waits",
-]
-
 _SENTENCES = 16
 """The most waits that a message lists."""
 
@@ -47,31 +32,6 @@ _this_core: Any = (
     getattr(ctypes.CDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
 )
 """Returns the core that the calling thread runs on; None outside of Linux."""
-
-
-def _memory_of(generator: random.Random) -> tuple[bytes, float | None]:
-    """Return a generator's memory without its header. This takes a twentieth of the time that its
-    ``getstate()`` takes.
-    """
-    header = object.__basicsize__
-    return ctypes.string_at(
-        id(generator) + header, generator.__sizeof__() - header
-    ), generator.gauss_next  # type: ignore[attr-defined]
-
-
-def _is_state_in_memory() -> bool:
-    """Return whether a generator's memory changes and returns with its state, as in CPython."""
-    if sys.implementation.name != "cpython" or not hasattr(random, "_inst"):
-        return False
-    generator = random.Random(0)  # noqa: S311
-    before, state = _memory_of(generator), generator.getstate()
-    generator.random()
-    drawn = _memory_of(generator)
-    generator.setstate(state)
-    return drawn != before == _memory_of(generator)
-
-
-_IN_MEMORY = _is_state_in_memory()
 
 
 class Unwind(BaseException):
@@ -147,25 +107,17 @@ class RankState:
     ranks start with the caller's.
     """
 
-    # that of `random` in the state ``_python``, if known: most ranks do not use it between two
-    # switches
-    _memory: object = None
-
     def __init__(self) -> None:
         RankState.save(self)
 
     def save(self) -> None:
         """Take the state from the process."""
-        self._torch = torch.default_generator.get_state()
-        memory = _memory_of(random._inst) if _IN_MEMORY else None
-        if memory is None or memory != self._memory:
-            self._python, self._memory = random.getstate(), memory
+        self._torch, self._python = torch.default_generator.get_state(), random.getstate()
 
     def restore(self) -> None:
         """Put the state into the process."""
         torch.default_generator.set_state(self._torch)
-        if self._memory is None or self._memory != _memory_of(random._inst):
-            random.setstate(self._python)
+        random.setstate(self._python)
 
     def resumed(self) -> None:
         """Prepare the calling thread, which goes on after another one."""

@@ -31,6 +31,7 @@ from bagua_ref.formulas.costs import (
     LinkCosts,
     Message,
     Operation,
+    Round,
     Wire,
     loads_of,
     round_seconds,
@@ -39,8 +40,6 @@ from bagua_ref.simulation.group import Call
 from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.tasks import Ticket
 from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
-
-__all__ = ["Span", "Timeline", "Timing", "after_steps", "messages_of"]
 
 
 class Span(NamedTuple):
@@ -107,10 +106,10 @@ class Timeline:
         """
         events: list[dict[str, Any]] = []
         for rank in range(len(self.steps)):
-            for key, name in (("process_name", f"rank {rank}"), ("thread_name", "main thread")):
-                events.append(
-                    {"ph": "M", "name": key, "pid": rank, "tid": rank, "args": {"name": name}}
-                )
+            name = {"name": f"rank {rank}"}
+            events.append(
+                {"ph": "M", "name": "process_name", "pid": rank, "tid": rank, "args": name}
+            )
         for number, span in enumerate(self.spans):
             event = {
                 "name": span.name,
@@ -174,26 +173,30 @@ def after_steps(before: Callable[[Any], None], after: Callable[[Any], None]) -> 
         yield
 
 
+@dataclass(eq=False)
 class _Transfer:
     """An operation on its way.
 
-    Args:
-        operation: of global ranks.
+    Attributes:
+        rounds: that have not begun, of global ranks.
         finish: called with the times of its begin and end.
         queue: the operations that take place one after another, this one among them; or None.
+        began: when its first round did.
+        loads: the bytes of the round under way by link.
+        left: the part of that round that was left at the time ``since``.
+        seconds: of that round at its present speed.
+        ends: when the round ends.
     """
 
-    def __init__(
-        self,
-        operation: Operation,
-        finish: Callable[[float, float], None],
-        queue: deque[_Transfer] | None,
-    ) -> None:
-        self.rounds, self.finish, self.queue = iter(operation), finish, queue
-        self.began: float | None = None
-        self.loads: dict[Wire, int] = {}
-        self.left = self.seconds = 1.0
-        self.since = self.ends = 0.0
+    rounds: Iterator[Round]
+    finish: Callable[[float, float], None]
+    queue: deque[_Transfer] | None
+    began: float | None = None
+    loads: dict[Wire, int] = field(default_factory=dict)
+    left: float = 1.0
+    since: float = 0.0
+    seconds: float = 1.0
+    ends: float = 0.0
 
 
 class _Wires:
@@ -231,11 +234,8 @@ class _Wires:
                     transfer.queue.popleft()
                     transfers += list(transfer.queue)[:1]
                 continue
-            transfer.loads, transfer.left, transfer.since = (
-                loads_of(messages, self._node_of),
-                1.0,
-                now,
-            )
+            transfer.loads = loads_of(messages, self._node_of)
+            transfer.left, transfer.since = 1.0, now
             self._under_way[transfer] = None
             for wire, nbytes in transfer.loads.items():
                 self._on.setdefault(wire, {})[transfer] = nbytes
@@ -347,7 +347,9 @@ class Timing:
 
         queues = operation and not text.startswith("send(")
         self._wires.start(
-            _Transfer(operation, end, self._queues.setdefault(group, deque()) if queues else None)
+            _Transfer(
+                iter(operation), end, self._queues.setdefault(group, deque()) if queues else None
+            )
         )
         self._mark()  # moving the data is no compute of the rank
 

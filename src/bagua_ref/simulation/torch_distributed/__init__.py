@@ -53,14 +53,7 @@ from bagua_ref.simulation.torch_distributed.processes import (
 from bagua_ref.simulation.torch_distributed.stores import SimulatedStore, shared_stores
 from bagua_ref.simulation.torch_distributed.work import SimulatedWork, works_of_backward
 
-__all__ = [
-    "ProcessState",
-    "SimulatedProcessGroup",
-    "SimulatedStore",
-    "run_module",
-    "run_script",
-    "simulated_torch",
-]
+__all__ = ["run_module", "run_script"]
 
 _LIBRARIES = (
     ("accelerate.state", "PartialState", "_shared_state"),
@@ -111,18 +104,17 @@ class ProcessState(RankState):
                 _environ.encodekey(name): _environ.encodevalue(str(value))
                 for name, value in _variables(identity).items()
             }
-            self.values: dict[str, Any] = {
+            warned = [name for name in _PLACES if name.endswith(" of warnings")]
+            self.values = {
                 "environment": _environ._data | variables,
                 "arguments": list(sys.argv),
+                "groups": torch_hooks.GroupState(),
+                "module of DDP's forward": None,
+                "compiling": False,
+                **{name: copy.copy(self.values[name]) for name in warned},
             }
-            self.values["groups"] = torch_hooks.GroupState()
-            self.values |= {"module of DDP's forward": None, "compiling": False}
-            for name in _PLACES:
-                if name.endswith(" of warnings"):
-                    self.values[name] = copy.copy(vars(warnings)[_PLACES[name][1]])
             # Processes start with different states of these two, and with the same one of torch's.
             self._python = random.Random(f"rank {identity.rank}").getstate()  # noqa: S311 # to repeat a run
-            self._memory = None
             self._numpy = np.random.MT19937(identity.rank)
 
     def save(self) -> None:
@@ -134,7 +126,7 @@ class ProcessState(RankState):
 
     def _save_references(self) -> None:
         self._numpy = _numpy_random.get_bit_generator()
-        self.values = {
+        self.values: dict[str, Any] = {
             name: vars(owner)[attribute] for name, (owner, attribute) in _places().items()
         }
 

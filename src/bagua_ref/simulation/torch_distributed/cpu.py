@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader
 from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.torch_distributed.processes import Replacements
 
-__all__ = ["Devices", "replace_cuda"]
-
 _DEVICE = re.compile(r"(cuda|xpu|mps|hpu|npu|accelerator|cpu)(:\d+)?")
 
 

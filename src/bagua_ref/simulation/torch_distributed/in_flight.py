@@ -21,8 +21,6 @@ from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.tasks import call_site, place
 from bagua_ref.simulation.torch_distributed.processes import Replacements
 
-__all__ = ["FilledMemory", "WatchedOperations", "replace_readers"]
-
 _METADATA = ("empty", "zeros", "ones", "rand", "full", "new_", "lift_fresh", "_unsafe_view", "sym_")
 """How the names of operations begin that read no elements of their arguments, beside views."""
 

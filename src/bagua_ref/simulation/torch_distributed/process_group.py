@@ -16,11 +16,8 @@ from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators import collectives
 from bagua_ref.simulation.group import Call, SimulatedGroup
-from bagua_ref.simulation.torch_distributed.work import SimulatedWork, is_prompt, seconds_of
+from bagua_ref.simulation.torch_distributed.work import SimulatedWork, seconds_of
 from bagua_ref.types import ReduceOp
-
-__all__ = ["SimulatedProcessGroup"]
-
 
 _OPERATIONS = {
     int(getattr(dist.ReduceOp, name)): ReduceOp[name]
@@ -50,6 +47,8 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, len(group.ranks))
         self.group, self._store = group, store
         self._coalescing: list[SimulatedWork] | None = None
+        self.is_nccl = False
+        """Whether the program has asked for NCCL."""
 
     # Facts about the group. torch asks for some of them by their C++ names.
 
@@ -109,7 +108,6 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             f"all_reduce({op.name})",
             tensors,
             tensors,
-            tensors,
             lambda sends: [_combined(sends, op)] * n,
             opts,
         )
@@ -121,7 +119,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         outputs = tensors if self.rank() == dst else []
         operation = f"reduce({op.name}, dst={dst})"
         return self._start(
-            operation, tensors, tensors, outputs, lambda sends: [_combined(sends, op)] * n, opts
+            operation, tensors, outputs, lambda sends: [_combined(sends, op)] * n, opts
         )
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0) -> SimulatedWork:  # noqa: D102
@@ -129,22 +127,27 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         sends, outputs = (tensors, []) if self.rank() == src else ([], tensors)
         return self._start(
             f"broadcast(src={src})",
-            tensors,
             sends,
             outputs,
             lambda sends: [sends[src]] * n,
             opts,
+            tensors,
             tensors,
         )
 
     def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
         tensors, n = _listed(tensors), self.size()
         outputs = [tensor for output_list in output_lists for tensor in _listed(output_list)]
-        _check_count("all_gather", outputs, n * len(tensors))
-        for i, output in enumerate(outputs):
-            _check_alike("all_gather", output, tensors[i // n])
+        # those of ranks may differ over NCCL
+        likes = [None if self.is_nccl else tensor for tensor in tensors for _ in range(n)]
+        _check("all_gather", outputs, likes)
         return self._start(
-            "all_gather()", tensors, tensors, outputs, lambda sends: [_columns(sends)] * n, opts
+            "all_gather()",
+            tensors,
+            outputs,
+            lambda sends: [_columns(sends)] * n,
+            opts,
+            [] if self.is_nccl else tensors,
         )
 
     def allgather_coalesced(  # noqa: D102
@@ -171,14 +174,13 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 ]
             ] * n
 
-        return self._start("all_gather_into_tensor()", tensors, tensors, outputs, gathered, opts)
+        return self._start("all_gather_into_tensor()", tensors, outputs, gathered, opts)
 
     def gather(self, output_lists: Any, tensors: Any, opts: Any) -> SimulatedWork:  # noqa: D102
         dst, n = opts.rootRank, self.size()
         outputs = self._of_root("gather", output_lists, tensors[0], dst)
         return self._start(
             f"gather(dst={dst})",
-            tensors,
             tensors,
             outputs,
             lambda sends: [_columns(sends)] * n,
@@ -190,24 +192,24 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         inputs = self._of_root("scatter", input_lists, tensors[0], src)
         return self._start(
             f"scatter(src={src})",
-            tensors,
             inputs,
             tensors,
             lambda sends: [[part] for part in sends[src]],
             opts,
+            tensors,
         )
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
         op, n = _reduction(opts), self.size()
         inputs = [tensor for input_list in input_lists for tensor in input_list]
-        _check_count("reduce_scatter", inputs, n * len(outputs))
-        for output, tensor in zip(outputs, inputs[self.rank() :: n], strict=True):
-            _check_alike("reduce_scatter", output, tensor)
+        own = self.rank()
+        likes = [output if rank == own else None for output in outputs for rank in range(n)]
+        _check("reduce_scatter", inputs, likes)
 
         def scattered(sends: Lists) -> Lists:
             return [_combined([send[rank::n] for send in sends], op) for rank in range(n)]
 
-        return self._start(f"reduce_scatter({op.name})", inputs, inputs, outputs, scattered, opts)
+        return self._start(f"reduce_scatter({op.name})", inputs, outputs, scattered, opts)
 
     def reduce_scatter_single(  # noqa: D102
         self, output: Tensor, tensor: Tensor, opts: Any = None
@@ -226,13 +228,11 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 zip(*(total.reshape(-1).chunk(n) for total in _combined(sends, op)), strict=True)
             )
 
-        return self._start(
-            f"reduce_scatter_tensor({op.name})", tensors, tensors, outputs, scattered, opts
-        )
+        return self._start(f"reduce_scatter_tensor({op.name})", tensors, outputs, scattered, opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:  # noqa: D102
         for tensors in (outputs, inputs):
-            _check_count("all_to_all", tensors, self.size())
+            _check("all_to_all", tensors, [None] * self.size())
         return self._alltoall("all_to_all", list(outputs), list(inputs), opts, result=list(outputs))
 
     def all_to_all_single(  # noqa: D102
@@ -257,11 +257,11 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> SimulatedWork:
         exchanged = lambda sends: list(zip(*sends, strict=True))  # noqa: E731
         return self._start(
-            f"{name}({inputs[0].dtype})", [], inputs, outputs, exchanged, opts, result
+            f"{name}({inputs[0].dtype})", inputs, outputs, exchanged, opts, [], result
         )
 
     def barrier(self, opts: Any = None) -> SimulatedWork:  # noqa: D102
-        return self._start("barrier()", [], [], [], lambda sends: sends, opts)
+        return self._start("barrier()", [], [], lambda sends: sends, opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -279,31 +279,21 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Any, dst: int, tag: int = 0) -> SimulatedWork:  # noqa: D102
         self._check_devices("send", tensors)
         self.group.scheduler.yield_()
-        data = tensors[0].detach().clone() if is_prompt() else tensors[0].data
-        call = Call(
-            self.group,
-            self.rank(),
-            f"send(dst={self.group.ranks[dst]}, tag={tag})",
-            data,
-            None,
-            tensors[0],
-        )
-        self.group.post_send(call, dst, tag)
-        work = SimulatedWork(call, [], [], [])
-        work.watch([tensors[0].data])
+        operation = f"send(dst={self.group.ranks[dst]}, tag={tag})"
+        call = Call(self.group, self.rank(), operation, None, None, tensors[0])
+        work = SimulatedWork(call, [])
+        [call.send], _ = work.delay([tensors[0].data], [])
+        self.group.post_message(call, dst, tag)
         return self._track(work)
 
     def recv(self, tensors: Any, src: int | None, tag: int = 0) -> SimulatedWork:  # noqa: D102
         self._check_devices("recv", tensors)
         self.group.scheduler.yield_()
-        source = "any" if src is None else self.group.ranks[src]
-        work = SimulatedWork.late(
-            lambda recv: Call(
-                self.group, self.rank(), f"recv(src={source}, tag={tag})", None, recv[0], tensors[0]
-            ),
-            tensors,
-        )
-        self.group.post_recv(work.call, src, tag)
+        operation = f"recv(src={'any' if src is None else self.group.ranks[src]}, tag={tag})"
+        call = Call(self.group, self.rank(), operation, None, None, tensors[0])
+        work = SimulatedWork(call, list(tensors))
+        _, [call.recv] = work.delay([], [tensors[0].data])
+        self.group.post_message(call, src, tag)
         return self._track(work)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:  # noqa: D102
@@ -314,50 +304,46 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> SimulatedWork | None:
         works, self._coalescing = self._coalescing or [], None
-        return SimulatedWork.joined(works)
+        if not works:
+            return None
+        return SimulatedWork(works[-1].call, [t for work in works for t in work.result()], works)
 
     # One way for all collectives.
 
     def _start(
         self,
         operation: str,
-        described: Sequence[Tensor],
         sends: Sequence[Tensor],
         outputs: Sequence[Tensor],
         received: Callable[[Lists], Lists],
         opts: Any,
+        described: Sequence[Tensor] | None = None,
         result: list[Tensor] | None = None,
     ) -> SimulatedWork:
         """Post a collective; wait for it if ``opts`` says so.
 
         Args:
             operation: its name and the arguments on which all ranks must agree.
-            described: the tensors whose shapes and dtypes must agree, too.
             sends: read when the last rank arrives, or now if they share memory with an output.
             outputs: written.
             received: returns what each rank receives, in the order of its outputs, from what each
                 rank sends.
             opts: torch's options of the call.
+            described: the tensors whose shapes and dtypes must agree, too; None: ``sends``.
             result: the value of the work's future; None: ``outputs``.
         """
         self._check_devices(operation, [*sends, *outputs])
         self.group.scheduler.yield_()
+        described = sends if described is None else described
         text = f"{operation} of {', '.join(map(_describe, described))}" if described else operation
         blocking = (
             opts is not None and not getattr(opts, "asyncOp", True) and self._coalescing is None
         )
-        result = list(outputs) if result is None else result
-        sends = [send.data for send in sends]
-        if blocking:
-            recvs = [output.data for output in outputs]
-            work = SimulatedWork(Call(self.group, self.rank(), text, sends, recvs), [], [], result)
-        else:
-            work = SimulatedWork.late(
-                lambda recv: Call(self.group, self.rank(), text, sends, recv),
-                outputs,
-                sends,
-                result,
-            )
+        call = Call(self.group, self.rank(), text, [send.data for send in sends], [])
+        call.recv = [output.data for output in outputs]
+        work = SimulatedWork(call, list(outputs) if result is None else result)
+        if not blocking:
+            call.send, call.recv = work.delay(call.send, call.recv)
 
         def move(sends: Lists, recvs: Lists) -> None:
             for rank, (recv, values) in enumerate(zip(recvs, received(sends), strict=True)):
@@ -371,7 +357,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
                         )
                     tensor.copy_(value.reshape(tensor.shape))
 
-        self.group.post(work.call, move, strict=True)
+        self.group.post(call, move, strict=True)
         if blocking:
             work.wait()
         return self._track(work)
@@ -385,9 +371,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Return the tensors, one per rank, that only the root of a collective passes."""
         if self.rank() != root:
             return []
-        _check_count(name, lists[0], self.size())
-        for tensor in lists[0]:
-            _check_alike(name, tensor, like)
+        _check(name, lists[0], [like] * self.size())
         return list(lists[0])
 
     def _check_devices(self, operation: str, tensors: Sequence[Tensor]) -> None:
@@ -451,22 +435,21 @@ def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
-def _check_count(name: str, tensors: Any, count: int) -> None:
-    """Raise ValueError unless there are ``count`` tensors."""
-    if len(tensors) != count:
+def _check(name: str, tensors: Sequence[Tensor], likes: Sequence[Tensor | None]) -> None:
+    """Raise ValueError unless there are as many tensors as in ``likes``, with their dtypes and
+    shapes, which may be any where that has None.
+    """
+    if len(tensors) != len(likes):
         raise ValueError(
-            f"{name} needs {count} tensors in its lists, one per rank and tensor, not"
+            f"{name} needs {len(likes)} tensors in its lists, one per rank and tensor, not"
             f" {len(tensors)}"
         )
-
-
-def _check_alike(name: str, tensor: Tensor, like: Tensor) -> None:
-    """Raise ValueError unless dtype and shape of a tensor are those of another."""
-    if tensor.dtype != like.dtype or tensor.shape != like.shape:
-        raise ValueError(
-            f"{name}: a tensor of {_describe(tensor)} goes with one of {_describe(like)}; they must"
-            " be equal"
-        )
+    for tensor, like in zip(tensors, likes, strict=True):
+        if like is not None and (tensor.dtype != like.dtype or tensor.shape != like.shape):
+            raise ValueError(
+                f"{name}: a tensor of {_describe(tensor)} goes with one of {_describe(like)}; they"
+                " must be equal"
+            )
 
 
 def _check_sizes(name: str, large: Tensor, small: Tensor, n: int) -> None:

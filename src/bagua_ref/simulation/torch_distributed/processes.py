@@ -43,21 +43,6 @@ from bagua_ref.simulation.rank_world import SimulatedLock, SimulatedThread, rank
 from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.tasks import PROGRAMS, is_user_code
 
-__all__ = [
-    "Replacements",
-    "UserModules",
-    "as_current_thread",
-    "end_threads",
-    "replace_clocks",
-    "replace_compiler",
-    "replace_processes",
-    "replace_threads",
-    "run_module",
-    "run_script",
-    "separate_logging",
-    "silence_profiler",
-]
-
 _threading: Any = threading
 _queue: Any = queue
 
@@ -161,10 +146,22 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
     replacements.put(RankLock, "scheduler", scheduler)
     for holder, name, lock in library_locks(len(sys.modules)):
         replacements.put(holder, name, lock)
+    # before Python 3.12, it holds a lock that all ranks share
+    replacements.function(functools.cached_property, "__get__", _cached)
     replacements.function(threading.Thread, "start", start)
     replacements.function(threading, "main_thread", lambda original: rank_world().main_thread)
     # It is held while a worker is started, which lets other threads go on.
     replacements.put(concurrent.futures.thread, "_global_shutdown_lock", SimulatedLock(scheduler))
+
+
+def _cached(original: Any, cached: Any, instance: Any, owner: Any = None) -> Any:
+    """Return the value of a `functools.cached_property`."""
+    if instance is None:
+        return cached
+    values = vars(instance)
+    if cached.attrname not in values:
+        values[cached.attrname] = cached.func(instance)
+    return values[cached.attrname]
 
 
 def replace_compiler(replacements: Replacements, scheduler: Scheduler) -> None:
@@ -302,36 +299,19 @@ _LOCKING = (logging, warnings)
 @functools.lru_cache(maxsize=1)
 def library_locks(modules: int) -> list[tuple[Any, str, RankLock]]:
     """Return a lock for each rank in place of those that installed packages, logging and warnings
-    keep in their modules and, before Python 3.12, in cached properties: owners, names and locks.
-    They are looked for again when the number of modules is another one.
+    keep in their modules: owners, names and locks. They are looked for again when the number of
+    modules is another one.
     """
     kinds = (type(threading.Lock()), type(threading.RLock()))
-    found: list[tuple[Any, str, Any]] = [
+    found = [
         (module, name, value)
         for module in list(sys.modules.values())
         if module in _LOCKING or "-packages" in (getattr(module, "__file__", None) or "")
         for name, value in list(vars(module).items())
         if type(value) in kinds
     ]
-    found += [
-        (item, "lock", vars(item)["lock"])
-        for owner in _classes()  # the garbage collector may have been told to forget some
-        for item in list(vars(owner).values())
-        if type(item) is functools.cached_property and type(vars(item).get("lock")) in kinds
-    ]
     locks = {id(lock): RankLock(hasattr(lock, "_is_owned")) for _, _, lock in found}
     return [(owner, name, locks[id(lock)]) for owner, name, lock in found]
-
-
-def _classes() -> list[type]:
-    """Return all classes there are."""
-    found: dict[int, type] = {id(object): object}  # their metaclasses may define equality
-    waiting = [object]
-    while waiting:
-        new = [kind for kind in type.__subclasses__(waiting.pop()) if id(kind) not in found]
-        found |= {id(kind): kind for kind in new}
-        waiting += new
-    return list(found.values())
 
 
 def _is_made_by_user() -> bool:
@@ -520,35 +500,26 @@ def silence_profiler(replacements: Replacements) -> None:
 
 
 def separate_logging(replacements: Replacements) -> None:
-    """Let each rank's log records go to the handlers that it has added, and remove them after the
-    run.
+    """Give each rank the handlers of the process's loggers, and those that it adds itself."""
+    lists: dict[tuple[int, logging.Logger], list[logging.Handler]] = {}
 
-    Loggers are the libraries', too, and so shared; where a rank has added none, those of the
-    process or of another rank serve.
-    """
-    added: list[tuple[logging.Logger, logging.Handler]] = []
-    ranks = weakref.WeakKeyDictionary[logging.Handler, int]()
+    def get(logger: logging.Logger) -> list[logging.Handler]:
+        if not replacements.is_simulated():
+            return vars(logger)["handlers"]  # type: ignore[no-any-return]
+        key = rank_world().identity.rank, logger
+        if key not in lists:
+            lists[key] = list(vars(logger)["handlers"])
+        return lists[key]
 
-    def add(original: Any, logger: logging.Logger, handler: logging.Handler) -> None:
-        ranks[handler] = rank_world().identity.rank
-        added.append((logger, handler))
-        original(logger, handler)
-
-    def call_handlers(original: Any, logger: logging.Logger, record: logging.LogRecord) -> None:
-        rank = rank_world().identity.rank
-        chain: logging.Logger | None = logger
-        while chain is not None:
-            own = [handler for handler in chain.handlers if ranks.get(handler, rank) == rank]
-            for handler in own or chain.handlers:
-                if record.levelno >= handler.level:
-                    handler.handle(record)
-            chain = chain.parent if chain.propagate else None
-        if not logger.hasHandlers():
-            original(logger, record)
+    def put(logger: logging.Logger, handlers: list[logging.Handler]) -> None:
+        if replacements.is_simulated():
+            vars(logger).setdefault("handlers", [])
+            lists[rank_world().identity.rank, logger] = handlers
+        else:
+            vars(logger)["handlers"] = handlers
 
     def restore() -> None:
-        for logger, handler in added:
-            logger.removeHandler(handler)
+        del logging.Logger.handlers
         for logger, level in levels:
             logger.setLevel(level)
 
@@ -558,8 +529,7 @@ def separate_logging(replacements: Replacements) -> None:
         if isinstance(logger, logging.Logger)
     ]
     replacements.callback(restore)
-    replacements.function(logging.Logger, "addHandler", add)
-    replacements.function(logging.Logger, "callHandlers", call_handlers)
+    logging.Logger.handlers = property(get, put)  # type: ignore[assignment]
 
 
 class UserModules(importlib.abc.MetaPathFinder):

@@ -18,8 +18,6 @@ from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.tasks import Ticket
 from bagua_ref.simulation.torch_distributed.work import seconds_of
 
-__all__ = ["SimulatedStore", "shared_stores"]
-
 _READS = ("check", "list_keys", "num_keys", "queue_len")
 
 

@@ -21,16 +21,6 @@ from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.torch_distributed.processes import Replacements
 from bagua_ref.simulation.torch_distributed.work import wait_first, works_of_backward
 
-__all__ = [
-    "WORLD",
-    "GroupNames",
-    "GroupState",
-    "check_version",
-    "current_backward",
-    "hide_from_compiler",
-    "replace",
-]
-
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function of this name
 
 SUPPORTED = ("2.13", "2.14")
@@ -143,6 +133,7 @@ def replace(
         if group in world.pg_map:  # callers look for gloo by name
             world.pg_map[group] = ("gloo", world.pg_map[group][1])
             world.pg_backend_config[group] = "cpu:gloo"
+            group.is_nccl = "nccl" in str(backend)
         return group, store
 
     def split_group(

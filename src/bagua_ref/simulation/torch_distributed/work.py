@@ -7,6 +7,7 @@ that a program that reads it too early computes NaN.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,102 +27,54 @@ from bagua_ref.simulation.group import Call
 from bagua_ref.simulation.rank_world import rank_world
 from bagua_ref.simulation.tasks import call_site, is_user_code
 
-__all__ = [
-    "SimulatedFuture",
-    "SimulatedWork",
-    "is_prompt",
-    "promptly",
-    "seconds_of",
-    "wait_first",
-    "works_of_backward",
-]
-
 
 class SimulatedWork(dist.Work):
-    """The handle of one operation of a rank, or of several.
+    """The handle of one operation of a rank, or of several that are coalesced.
 
     Args:
         call: the rank's part in the operation.
-        outputs: the tensors to write at delivery.
-        values: what the operation writes meanwhile, in their order.
         result: the value of the future.
+        parts: the handles of the operations that are coalesced.
     """
 
     def __init__(
-        self, call: Call, outputs: Sequence[Tensor], values: Sequence[Tensor], result: list[Tensor]
+        self, call: Call, result: list[Tensor], parts: Sequence[SimulatedWork] = ()
     ) -> None:
         super().__init__()
-        self.call, self._outputs, self._values, self._result = call, outputs, values, result
-        self._parts: Sequence[SimulatedWork] = ()
+        self.call, self._result, self._parts = call, result, parts
+        self._outputs: Sequence[Tensor] = ()
+        self._values: Sequence[Tensor] = ()
+        """What the operation writes in place of its outputs until they are delivered."""
         self._inputs: Sequence[Tensor] = ()
         self._readable: Sequence[Tensor] = ()
+        """The inputs that are parts of outputs."""
         self._delivered = False
         self._future: SimulatedFuture | None = None
         works_of_backward.note(self)
 
-    @classmethod
-    def late(
-        cls,
-        make_call: Callable[[list[Tensor]], Call],
-        outputs: Sequence[Tensor],
-        sends: list[Tensor] | None = None,
-        result: list[Tensor] | None = None,
-    ) -> SimulatedWork:
-        """Return the handle of an operation whose results are delivered late.
+    def delay(
+        self, sends: list[Tensor], outputs: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Deliver the results when they are waited for; return what the operation reads and writes.
 
-        Args:
-            make_call: takes the tensors that the operation is to write.
-            outputs: the caller's tensors, which hold NaN, or a pattern if they are integers, until
-                delivery.
-            sends: the operation's inputs; those that share memory with an output are replaced by
-                copies.
-            result: the value of the future; None: ``outputs``.
+        Until then the outputs hold NaN, or a pattern if they are integers. Inputs that share memory
+        with an output are replaced by copies.
         """
-        outputs, inputs = [output.data for output in outputs], list(sends or ())
         if is_prompt():
-            if sends is not None:
-                sends[:] = [send.clone() for send in sends]
-            return cls(make_call(outputs), [], [], list(outputs) if result is None else result)
-        values = [torch.empty_like(output) for output in outputs]
+            return [send.clone() for send in sends], outputs
+        self._inputs, self._outputs = sends, outputs
+        self._values = [torch.empty_like(output) for output in outputs]
         memory = {output.untyped_storage().data_ptr() for output in outputs}
-        shared = [
-            (i, s) for i, s in enumerate(sends or ()) if s.untyped_storage().data_ptr() in memory
-        ]
-        for i, send in shared:
-            sends[i] = send.clone()  # type: ignore[index]
+        shared = [send for send in sends if send.untyped_storage().data_ptr() in memory]
+        copies = {id(send): send.clone() for send in shared}
         for output in outputs:
             _spoil(output)
-        readable = []
-        if (
-            not sends
-            or len(shared) != len(outputs)
-            or any(s.numel() != o.numel() for (_, s), o in zip(shared, outputs, strict=True))
-        ):
-            readable = [send for _, send in shared]
-            for i, send in shared:  # a part of an output that is an input, too, stays readable
-                send.copy_(sends[i])  # type: ignore[index]
-        work = cls(make_call(values), outputs, values, list(outputs) if result is None else result)
-        work.watch(inputs, readable)
-        return work
-
-    @classmethod
-    def joined(cls, parts: Sequence[SimulatedWork]) -> SimulatedWork | None:
-        """Return the handle of several operations, which completes when all of them have."""
-        if not parts:
-            return None
-        work = cls(parts[-1].call, [], [], [tensor for part in parts for tensor in part._result])
-        work._parts = parts
-        return work
-
-    def watch(self, inputs: Sequence[Tensor], readable: Sequence[Tensor] = ()) -> None:
-        """Note this work as under way on its rank until it is delivered or dropped.
-
-        Args:
-            inputs: what it sends.
-            readable: the inputs that are parts of its outputs.
-        """
-        self._inputs, self._readable = list(inputs), readable
+        if list(map(Tensor.numel, shared)) != list(map(Tensor.numel, outputs)):
+            self._readable = shared
+            for send in shared:
+                send.copy_(copies[id(send)])
         rank_world().works.add(self)
+        return [copies.get(id(send), send) for send in sends], list(self._values)
 
     def is_touched_by(self, tensor: Tensor, is_written: bool) -> bool:
         """Return whether reading or writing a tensor now is an error, as this work uses its
@@ -370,30 +324,17 @@ def overlap(first: Tensor, second: Tensor) -> bool:
     storage = first.untyped_storage()
     if storage.data_ptr() != second.untyped_storage().data_ptr() or not storage.nbytes():
         return False
-    (start, end), (other_start, other_end) = _extent(first), _extent(second)
-    if end <= other_start or other_end <= start:
-        return False
-    if first.is_contiguous() and second.is_contiguous():
-        return True
-    marks = torch.zeros(storage.nbytes(), dtype=torch.uint8)
-    _bytes_of(first, marks).fill_(1)
-    return bool(_bytes_of(second, marks).any())
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return np.shares_memory(_elements(first, memory), _elements(second, memory))
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and that after the last."""
-    size: int = tensor.element_size()
-    start = int(tensor.storage_offset()) * size
-    if not tensor.numel():
-        return start, start
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return start, start + (sum((n - 1) * stride for n, stride in steps) + 1) * size
-
-
-def _bytes_of(tensor: Tensor, memory: Tensor) -> Tensor:
+def _elements(tensor: Tensor, memory: Any) -> Any:
+    """Return an array of a tensor's elements, of any dtype, in the memory of its storage."""
     size = tensor.element_size()
-    shape, strides = (*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1)
-    return memory.as_strided(shape, strides, tensor.storage_offset() * size)
+    strides = [stride * size for stride in tensor.stride()]
+    return np.ndarray(
+        tuple(tensor.shape), f"V{size}", memory, int(tensor.storage_offset()) * size, strides
+    )
 
 
 def _spoil(tensor: Tensor) -> None:
