@@ -5,11 +5,9 @@ that outlive their rank.
 from __future__ import annotations
 
 import gc
-import itertools
 import signal
 import sys
 import threading
-import time
 import weakref
 
 import pytest
@@ -18,7 +16,6 @@ import torch
 from bagua_ref.base.runtime import current_world
 from bagua_ref.errors import SimulationError
 from bagua_ref.simulation import SimulatedWorld
-from bagua_ref.simulation.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
@@ -190,20 +187,6 @@ def test_a_thread_that_never_ran_is_ended_too():
     assert 0 < len(started) < 20, "both happen"
 
 
-def test_threads_that_take_their_time_to_end_are_waited_for(monkeypatch):
-    main = Scheduler._main
-
-    def slow(scheduler, task):
-        main(scheduler, task)
-        time.sleep(0.05)
-        ended.append(task)
-
-    ended = []
-    monkeypatch.setattr(Scheduler, "_main", slow)
-    SimulatedWorld(3).run(lambda comm: comm.barrier())
-    assert len(ended) == 3
-
-
 def test_code_that_catches_everything_cannot_keep_a_thread():
     def program(comm):
         def stubborn():
@@ -319,24 +302,3 @@ def test_garbage_is_collected_at_the_same_points_in_every_run(monkeypatch):
     assert gc.isenabled()
     assert len(traces[0][0]) > 50
     assert traces[1:] == traces[:1] * 2
-
-
-@pytest.mark.parametrize(("ranks", "switches"), [(2, 50), (8, 150)])
-def test_garbage_is_collected_less_often_the_more_threads_there_are(monkeypatch, ranks, switches):
-    monkeypatch.setattr("bagua_ref.simulation.scheduler._COLLECT", 50)
-    monkeypatch.setattr("bagua_ref.simulation.scheduler._FEW", 4)
-    schedulers, collected = set(), []
-
-    def program(comm):
-        schedulers.add(comm._group.scheduler)
-        monkeypatch.setattr(
-            gc, "collect", lambda: collected.extend(scheduler._switches for scheduler in schedulers)
-        )
-        for _ in range(100):
-            comm.barrier()
-        monkeypatch.undo()
-
-    SimulatedWorld(ranks).run(program)
-    between = [later - earlier for earlier, later in itertools.pairwise(collected)]
-    assert len(between) > 2
-    assert set(between) == {switches}

@@ -104,7 +104,7 @@ RIGHT = {
     "columns": "y = torch.zeros(4, 4); w = dist.all_reduce(y[:2], async_op=True); y[2:].add_(1).sum(); w.wait()",
     "inputs": "w = dist.broadcast(x, 0, async_op=True); x.sum() if rank == 0 else 0; w.wait()",
     "gathered in place": "y = torch.zeros(4 * n); own = y[4 * rank : 4 * rank + 4]\n"
-    "w = dist.all_gather_into_tensor(y, own, async_op=True); own.sum(); w.wait(); y.sum()",
+    "w = dist.all_gather_into_tensor(y, own, async_op=True); assert own.sum() == 0; w.wait()",
     "polled": "w = dist.all_reduce(x, async_op=True)\nwhile not w.is_completed(): pass\nx.sum()",
     "futures": "f = [dist.all_reduce(y, async_op=True).get_future() for y in (x, x.clone())]\n"
     "torch.futures.wait_all(f); f[1].then(lambda f: f.value()).wait(); f[0].add_done_callback(print); x.sum()",

@@ -247,31 +247,19 @@ def test_the_trace_has_a_lane_for_each_rank_and_the_durations_of_spans() -> None
     world = timed(ddp(), (1, 1), "1Gbit,10ms", 0.12)
     assert isinstance(world.timeline, Timeline)
     events = json.loads(json.dumps(world.timeline.chrome_trace()))["traceEvents"]
-    assert {event["tid"] for event in events} == {event["pid"] for event in events} == {0, 1}
+    assert {(event["pid"], event["tid"]) for event in events} == {(0, 0), (1, 1)}
     for rank in range(2):
-        lane = sorted(
-            (event["ts"], event["dur"])
-            for event in events
-            if event["ph"] == "X" and event["pid"] == rank
-        )
+        own = [event for event in events if event["pid"] == rank]
+        lane = sorted((event["ts"], event["dur"]) for event in own if event["ph"] == "X")
         assert all(ts + dur <= following + 1e-3 for (ts, dur), (following, _) in pairwise(lane))
         # it computes or waits all the time
         assert sum(dur for _, dur in lane) == pytest.approx(world.virtual_time * 1e6)
-        operations = [event for event in events if event["ph"] in "be" and event["pid"] == rank]
         reduced = [
-            event
-            for event in operations
-            if event["name"].startswith("all_reduce(SUM) of float32[65536]")
+            event for event in own if event["name"].startswith("all_reduce(SUM) of float32[65536]")
         ]
-        assert (
-            sorted(event["id"] for event in reduced if event["ph"] == "b")
-            == [e["id"] for e in reduced if e["ph"] == "e"]
-            != []
-        )
-    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
-        "rank 0",
-        "rank 1",
-    }
+        begun, ended = ({e["id"] for e in reduced if e["ph"] == phase} for phase in "be")
+        assert begun == ended != set()
+        assert {"name": f"rank {rank}"} in [event.get("args") for event in own]
 
 
 @pytest.mark.parametrize(

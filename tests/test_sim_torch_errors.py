@@ -57,34 +57,21 @@ def test_a_branch_on_the_rank_is_a_deadlock_with_the_waiting_line():
     assert calls[1].waits_for == (0,)
 
 
-def test_a_rank_that_returns_while_others_communicate():
-    def main():
-        if init() == 0:
-            dist.barrier()
-
-    error = found(main, "ended")
-    assert error.calls[0].waits_for == (1,)
-    assert "rank 1 has returned" in str(error)
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         (lambda: dist.barrier(), lambda: dist.all_reduce(torch.ones(1))),
-        (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(1))),
-        (lambda: dist.all_reduce(torch.ones(1)), lambda: dist.all_reduce(torch.ones(1).double())),
         (
             lambda: dist.all_reduce(torch.ones(1)),
             lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX),
         ),
-        (lambda: dist.broadcast(torch.ones(1), 0), lambda: dist.broadcast(torch.ones(1), 1)),
         (
             lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [1, 2]),
             lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [1, 2]),
         ),
         (lambda: dist.send(torch.ones(1), 1), lambda: dist.recv(torch.ones(2), 0)),
     ],
-    ids=["operation", "shape", "dtype", "reduction", "root", "splits", "message"],
+    ids=["operation", "reduction", "splits", "message"],
 )
 def test_calls_that_do_not_match(first, second):
     def main():
@@ -95,6 +82,21 @@ def test_calls_that_do_not_match(first, second):
         (0, __file__),
         (1, __file__),
     }
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_sizes_of_all_gather_may_differ_over_nccl_only(backend):
+    def main():
+        dist.init_process_group(backend)
+        own, parts = torch.ones(1 + dist.get_rank()), [torch.zeros(1), torch.zeros(2)]
+        dist.all_gather(parts, own)
+        return [part.tolist() for part in parts]
+
+    if backend == "nccl":
+        assert run(main) == [[[1.0], [1.0, 1.0]]] * 2
+        return
+    with pytest.raises(ValueError, match="goes with one of"):
+        run(main)
 
 
 def test_different_ranks_of_one_group_do_not_match():
@@ -145,78 +147,30 @@ def test_an_error_passes_the_programs_handlers():
     assert {call.rank for call in found(main, "mismatch").calls} == {0, 1}
 
 
-def swaps(first_sender):
-    """Return a program in which two ranks send to each other; the ranks for which ``first_sender``
-    is true send first.
-    """
-
-    def main():
-        rank = init()
-        other, first, x = 1 - rank, first_sender(rank), torch.zeros(1)
-        for sends in (first, not first):
-            dist.send(torch.ones(1) + rank, other) if sends else dist.recv(x, other)
-        return x.item()
-
-    return main
-
-
-def test_sends_that_wait_for_each_other():
-    assert {call.rank for call in found(swaps(lambda rank: True), "deadlock").calls} == {0, 1}
-    assert run(swaps(lambda rank: rank == 0)) == [2.0, 1.0]
-
-
 def test_results_are_delivered_as_late_as_torch_allows():
     def main():
         rank = init()
-        x, versions = torch.tensor([rank + 1.0, 2.0]), []
+        x = torch.tensor([rank + 1.0, 2.0])
         work = dist.all_reduce(x, async_op=True)
-        early = x.clone()
-        versions.append(x._version)
+        assert x[0].isnan()
+        assert x._version == 0
         work.wait()
-        versions.append(x._version)
+        assert (x.tolist(), x._version) == ([3.0, 4.0], 0)
         source = torch.tensor([float(rank)])
-        broadcast = dist.broadcast(source, 0, async_op=True)
-        read = source.clone()
-        while not broadcast.is_completed():
+        work = dist.broadcast(source, 0, async_op=True)
+        assert source.item() == 0.0 if rank == 0 else source.isnan()
+        while not work.is_completed():
             pass
         ints = torch.tensor([rank])
         dist.all_reduce(ints, async_op=True).get_future().wait()
         sent = dist.isend(torch.tensor([7.0 + rank]), 1 - rank)
         received = dist.irecv(y := torch.zeros(1), 1 - rank)
-        before = y.clone()
+        assert y.isnan()
         received.wait()
         sent.wait()
-        return (
-            early.tolist(),
-            versions,
-            x.tolist(),
-            read.item(),
-            source.item(),
-            ints.item(),
-            before.item(),
-            y.item(),
-        )
+        assert (source.item(), ints.item(), y.item()) == (0.0, 1, 8.0 - rank)
 
-    for rank, result in enumerate(run(main)):
-        early, versions, x, read, source, ints, before, y = result
-        assert early[0] != early[0]  # NaN
-        assert versions == [0, 0]
-        assert x == [3.0, 4.0]
-        assert read == 0.0 if rank == 0 else read != read
-        assert (source, ints, y) == (0.0, 1, 8.0 - rank)
-        assert before != before
-
-
-def test_an_input_that_is_a_part_of_the_output_stays_readable():
-    def main():
-        rank = init()
-        out = torch.tensor([10.0, 20.0])
-        work = dist.all_gather_into_tensor(out, out[rank : rank + 1], async_op=True)
-        own = out[rank].item()
-        work.wait()
-        return own, out.tolist()
-
-    assert run(main) == [(10.0, [10.0, 20.0]), (20.0, [10.0, 20.0])]
+    run(main)
 
 
 def test_store_waits_time_out_in_virtual_time():
