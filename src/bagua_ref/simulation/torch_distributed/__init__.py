@@ -91,6 +91,9 @@ class ProcessState(RankState):
         identity: the rank's; None: the state of the process outside of the simulation.
     """
 
+    values: dict[str, Any]
+    """What the attributes in `_PLACES` hold, by the same names."""
+
     def __init__(self, identity: Identity | None) -> None:
         self.modules: dict[str, ModuleType | None] = {}
         """The modules of which the rank has its own, by name; None: not imported, or in use."""
@@ -126,7 +129,7 @@ class ProcessState(RankState):
 
     def _save_references(self) -> None:
         self._numpy = _numpy_random.get_bit_generator()
-        self.values: dict[str, Any] = {
+        self.values = {
             name: vars(owner)[attribute] for name, (owner, attribute) in _places().items()
         }
 
