@@ -91,8 +91,8 @@ def powersgd(
         "step": step,
         "memories": memories,
         "factors": lambda: [None] * len(weights),
-        "restart": list,
-        "new buckets": list,
+        "restart": lambda: weights,
+        "new buckets": lambda: weights,
     }
     return [act[name](*arguments) for name, *arguments in program]
 

@@ -22,13 +22,13 @@ def on(trainer, check="algorithms.S5.1.gradients[float32]", **options) -> Report
 
 
 def test_arguments_are_the_targets_to_keep():
-    def uses_up_its_arguments(world, weights, gradients, **options):
-        history = RIGHT(world, weights, gradients, **options)
-        for given in gradients:
+    def uses_up_its_arguments(world, weights, program, **options):
+        history = RIGHT(world, weights, program, **options)
+        for _, given in program:
             for gradient in given.values():
                 gradient.fill_(torch.nan)
             given.clear()
-        gradients.clear()
+        program.clear()
         weights.clear()
         return history
 
@@ -43,10 +43,10 @@ def exits(*arguments, **options):
     raise SystemExit(3)
 
 
-def leaves_one_rank_waiting(world, weights, gradients, **options):
+def leaves_one_rank_waiting(world, weights, program, **options):
     if world.rank == 1:
-        return [weights for _ in gradients]
-    return RIGHT(world, weights, gradients, **options)
+        return [weights for _ in program]
+    return RIGHT(world, weights, program, **options)
 
 
 def returns(change):

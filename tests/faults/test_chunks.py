@@ -146,9 +146,9 @@ def squared(outer):
     return outer and {**outer, "lr": outer["lr"] ** 2}
 
 
-altered("AppliesTheOuterRateTwice", "sparse_diloco", "S15.5.rounds", outer_optimizer=squared)
-altered("DoesNotDecay", "sparse_diloco", "S15.5.rounds", error_decay=1.0)
-altered("HasOneSizeOfChunks", "sparse_diloco", "S15.1.chunks", chunk=64)
+altered("AppliesTheOuterRateTwice", "diloco", "S15.5.rounds", outer_optimizer=squared)
+altered("DoesNotDecay", "diloco", "S15.5.rounds", error_decay=1.0)
+altered("HasOneSizeOfChunks", "diloco", "S15.1.chunks", chunk=64)
 altered("SelectsMore", "demo", "S15.6.rounds", top_k=lambda k: k + 1)
 altered("DividesByAll", "demo", "S15.4.contributors", mean="all")
 altered("TransformsNothing", "demo", "S15.6.cosine", transform=None)
@@ -166,9 +166,9 @@ class HasZeroForTheSignOfNaN(ReferenceAlgorithms):
 
 @found_by("S15.5.restart")
 class ForgetsARestart(ReferenceAlgorithms):
-    def sparse_diloco(self, world, weights, program, **options):
+    def diloco(self, world, weights, program, **options):
         kept = [action for action in program if action[0] != "restart"]
-        history = super().sparse_diloco(world, weights, kept, **options)
+        history = super().diloco(world, weights, kept, **options)
         return history + [history[-1]] * (len(program) - len(kept))
 
 

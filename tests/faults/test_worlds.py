@@ -307,7 +307,7 @@ altered(
 )
 altered(
     "IgnoresTheInterval",
-    "decentralized_on_graph",
+    "decentralized",
     "algorithms.S13.5.interval",
     communication_interval=1,
 )
@@ -363,28 +363,27 @@ altered("HidesInfinitiesInTopK", "topk", "algorithms.S11.2.not_finite", torch.na
 
 @found_by("algorithms.S11.1.rounds")
 class HasNoErrorMemory(ReferenceAlgorithms):
-    def bytegrad_with_memory(self, world, weights, program, **options):
-        return self._on_program(
-            "bytegrad", world, weights, program, shows_gradients=True, **options
-        )
+    def bytegrad(self, world, weights, program, **options):
+        return super().bytegrad(world, weights, program, **{**options, "error_feedback": False})
 
 
 @found_by("algorithms.S5.3.shift_one")
 class MovesOneRank(ReferenceAlgorithms):
-    def decentralized(self, world, weights, gradients, **options):
-        history = super().decentralized(world, weights, gradients, **options)
+    def decentralized(self, world, weights, program, **options):
+        history = super().decentralized(world, weights, program, **options)
         return history if world.rank else [[w + 0.25 for w in step] for step in history]
 
 
 @found_by("algorithms.S5.4.restart")
 class LosesReplicasAtARestart(ReferenceAlgorithms):
-    def low_precision_decentralized(self, world, weights, gradients, *, restart=0, **options):
-        if not restart:
-            return super().low_precision_decentralized(world, weights, gradients, **options)
-        first = super().low_precision_decentralized(world, weights, gradients[:restart], **options)
-        return first + super().low_precision_decentralized(
-            world, first[-1], gradients[restart:], **options
-        )
+    def low_precision_decentralized(self, world, weights, program, **options):
+        train = super().low_precision_decentralized
+        if ("restart",) not in program:
+            return train(world, weights, program, **options)
+        place = program.index(("restart",))
+        first = train(world, weights, program[:place], **options)
+        rest = self.low_precision_decentralized(world, first[-1], program[place + 1 :], **options)
+        return [*first, first[-1], *rest]
 
 
 @found_by("algorithms.S9.restart")

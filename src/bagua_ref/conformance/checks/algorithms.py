@@ -46,7 +46,6 @@ __all__ = [
     "BYTEGRAD",
     "DECENTRALIZED",
     "GRADIENT_ALLREDUCE",
-    "ON_GRAPH",
     "QADAM",
     "RING",
     "follow_qadam",
@@ -218,7 +217,7 @@ def _weights_after_steps(
     magnitudes.
     """
     options, leaders = training.options, training.leaders()
-    mode = options.get("peer_selection_mode", options.get("graph"))
+    mode = options.get("peer_selection_mode")
 
     def train(
         start: plain.Array, gradients: list[list[plain.Array]], dtype: str
@@ -241,9 +240,9 @@ def _follow_weights(training: Training) -> None:
 
 def _follow_forwards(training: Training) -> None:
     """Expect each forward to leave the weights as the step before has left them."""
-    training.step([training.start] * training.n)
+    training.step([training.start] * training.n, how="slow step")
     for expected in [*_weights_after_steps(training)][:-1]:
-        training.step(*expected)
+        training.step(*expected, how="slow step")
 
 
 DECENTRALIZED = TrainedAlgorithm(
@@ -254,15 +253,9 @@ DECENTRALIZED = TrainedAlgorithm(
     gradients=of_kinds(any_kind),
     steps=lambda draw, options: draw(st.integers(2, 6)),
 )
-ON_GRAPH = replace(
-    DECENTRALIZED,
-    method="decentralized_on_graph",
-    options=lambda draw, weights: {**_options_of_weights(draw, weights), "restart": 0},
-)
 RING = replace(DECENTRALIZED, method="low_precision_decentralized", options=_options_of_weights)
 _FORWARDS = replace(
     DECENTRALIZED,
-    method="decentralized_in_forward",
     follow=_follow_forwards,
     steps=lambda draw, options: draw(st.integers(2, 4)),
 )
@@ -287,7 +280,7 @@ def shift_one(lab: Lab, draw: Draw) -> None:
     _in_pairs(DECENTRALIZED, lab, draw, 6)
 
 
-@check("S5.3", "in_forward", dtypes=FLOATS, needs=("decentralized_in_forward",), effort=0.1)
+@check("S5.3", "in_forward", dtypes=FLOATS, needs=("decentralized",), effort=0.1)
 def in_forward(lab: Lab, draw: Draw) -> None:
     """While weights are averaged in the background, forward and backward use the old ones: they are
     replaced after the backward.
@@ -303,13 +296,13 @@ def all_ranks(lab: Lab, draw: Draw) -> None:
     DECENTRALIZED.train(lab, draw)
 
 
-@check("S13.5", "interval", dtypes=FLOATS, needs=("decentralized_on_graph",), effort=0.2)
+@check("S13.5", "interval", dtypes=FLOATS, needs=("decentralized",), effort=0.2)
 def interval_on_graphs(lab: Lab, draw: Draw) -> None:
     """At steps divisible by the interval, weights are averaged along the next graph; then each rank
     applies its own gradient.
     """
     graph, nodes, between = draw(graph_cases(6, changing=draw(st.booleans())))
-    ON_GRAPH.train(lab, draw, nodes=nodes, graph=graph, hierarchical=between)
+    DECENTRALIZED.train(lab, draw, nodes=nodes, peer_selection_mode=graph, hierarchical=between)
 
 
 @check("S5.4", "ring", dtypes=COMPRESSIBLE, needs=("low_precision_decentralized",), effort=0.3)

@@ -33,13 +33,20 @@ from bagua_ref.conformance.expected.compression_numpy import (
 )
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import ANYTHING, TrainedAlgorithm, Training, of_kinds
+from bagua_ref.conformance.lab.training import (
+    ANYTHING,
+    SHOWS_GRADIENTS,
+    TrainedAlgorithm,
+    Training,
+    of_kinds,
+)
 
 __all__ = ["TOPK"]
 
 # Error memory.
 
-_MEMORY = ("bytegrad_with_memory",)
+_MEMORY = ("bytegrad",)
+_FEEDBACK = {"error_feedback": True}
 _EXACT = ("MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "NVFP4")
 """Codecs whose payloads are known to the bit; OneBit's scale may differ by an ulp."""
 _nodes = st.sampled_from([(2,), (3,), (2, 1), (1, 3), (2, 2), (1,), (2, 1, 2), (1, 1)])
@@ -62,7 +69,7 @@ def _codec(lab: Lab, draw: Draw, *preferred: str) -> str:
 
 def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     flags = {name: draw(st.booleans()) for name in ("hierarchical", "average")}
-    return {"lr": 0.5, **flags, "compression": "MinMaxUInt8"}
+    return {"lr": 0.5, **flags, "compression": "MinMaxUInt8", **_FEEDBACK, **SHOWS_GRADIENTS}
 
 
 def _memory_of(training: Training, dtype: str) -> ErrorFeedback:
@@ -83,7 +90,7 @@ def _follow(training: Training) -> None:
 
 
 _BYTEGRAD_WITH_MEMORY = TrainedAlgorithm(
-    "bytegrad_with_memory",
+    "bytegrad",
     _options,
     _follow,
     worlds=lambda dtype: _nodes,
@@ -137,7 +144,9 @@ def _with_memory(training: Training) -> Exchange:
 
 
 _QADAM_WITH_MEMORY = replace(
-    QADAM, method="qadam_with_memory", follow=partial(follow_qadam, exchange_of=_with_memory)
+    QADAM,
+    options=lambda draw, weights: {**QADAM.options(draw, weights), **_FEEDBACK},
+    follow=partial(follow_qadam, exchange_of=_with_memory),
 )
 
 
@@ -153,6 +162,7 @@ def _options_of_topk(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
         "ratio": draw(st.sampled_from([0.01, 0.1, 0.3, 0.5, 1.0])),
         "error_feedback": feedback,
         "warmup_steps": 0,
+        **SHOWS_GRADIENTS,
     }
 
 

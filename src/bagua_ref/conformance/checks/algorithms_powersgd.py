@@ -35,7 +35,13 @@ from bagua_ref.conformance.expected import compression_numpy as plain
 from bagua_ref.conformance.expected.algorithms_numpy import wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import TrainedAlgorithm, Training, exactly, of_kinds
+from bagua_ref.conformance.lab.training import (
+    SHOWS_GRADIENTS,
+    TrainedAlgorithm,
+    Training,
+    exactly,
+    of_kinds,
+)
 
 __all__ = ["POWERSGD", "judge_exactly", "rank_of", "same_on_all_ranks"]
 
@@ -50,6 +56,7 @@ them (`is_tame`).
 def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     return {
         "lr": 0.5,
+        **SHOWS_GRADIENTS,
         "matrix_approximation_rank": draw(st.integers(1, 4)),
         "warmup_steps": 0,
         "min_compression_rate": EVERY_MATRIX,

@@ -30,7 +30,6 @@ from bagua_ref.conformance.checks.algorithms import (
     BYTEGRAD,
     DECENTRALIZED,
     GRADIENT_ALLREDUCE,
-    ON_GRAPH,
     QADAM,
     RING,
 )
@@ -258,9 +257,8 @@ def _in_flight(lab: Lab, draw: Draw) -> dict[str, Any]:
 
 
 def _on_graphs(lab: Lab, draw: Draw) -> dict[str, Any]:
-    return dict(
-        zip(("graph", "nodes", "hierarchical"), draw(graph_cases(6, changing=True)), strict=True)
-    )
+    names = ("peer_selection_mode", "nodes", "hierarchical")
+    return dict(zip(names, draw(graph_cases(6, changing=True)), strict=True))
 
 
 def _one_period(lab: Lab, draw: Draw) -> dict[str, Any]:
@@ -339,7 +337,7 @@ check_trainings(
     ),
     (
         restart,
-        ON_GRAPH,
+        DECENTRALIZED,
         0.5,
         "S13.restart",
         (),

@@ -39,7 +39,12 @@ from bagua_ref.conformance.expected.chunked_numpy import (
 )
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import TrainedAlgorithm, Training, of_kinds
+from bagua_ref.conformance.lab.training import (
+    SHOWS_GRADIENTS,
+    TrainedAlgorithm,
+    Training,
+    of_kinds,
+)
 
 __all__ = ["DEMO", "SPARSELOCO"]
 
@@ -93,7 +98,7 @@ def _follow_sparseloco(training: Training) -> None:
 
 
 SPARSELOCO = TrainedAlgorithm(
-    "sparse_diloco",
+    "diloco",
     _options_of_sparseloco,
     _follow_sparseloco,
     worlds=lambda dtype: worlds(4),
@@ -133,7 +138,8 @@ def messages(lab: Lab, draw: Draw) -> None:
 
 def _options_of_demo(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     sign, decay = draw(st.booleans()), draw(st.sampled_from([0.999, 0.5, 1.0]))
-    return {**_sparse(draw), "decay": decay, "transform": None, "sign": sign}
+    drawn = {"decay": decay, "transform": None, "sign": sign}
+    return {**_sparse(draw), **drawn, **SHOWS_GRADIENTS}
 
 
 def _round(training: Training, step: int, place: int, errors: list[Array]) -> Round:

@@ -25,13 +25,13 @@ from bagua_ref.conformance.expected.algorithms_numpy import Array, array, bucket
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.lab.lab import Lab
 
-__all__ = ["ANYTHING", "TrainedAlgorithm", "Training", "exactly", "of_kinds"]
+__all__ = ["ANYTHING", "SHOWS_GRADIENTS", "TrainedAlgorithm", "Training", "exactly", "of_kinds"]
 
 ANYTHING = Ellipsis
 """An expected value that is not compared."""
 
-_COMPRESSED = ("powersgd", "topk", "demo", "bytegrad_with_memory")
-_WITH_PROGRAM = (*_COMPRESSED, "local_sgd", "diloco", "sparse_diloco", "async_model_average")
+SHOWS_GRADIENTS = {"shows_gradients": True}
+"""The option of trainings whose steps return averaged gradients, and no weights."""
 _HOW = ("starts", "looks", "exact", "record")
 _STATE = {"memories": "a memory", "factors": "a factor"}
 
@@ -197,12 +197,10 @@ class Training:
                 whole training.
             how: the action.
         """
-        if self.taken in self.before and self.method in _WITH_PROGRAM:
+        if self.taken in self.before:
             weights, *how_near, _ = self._expected[-1]  # what keeps the weights returns them again
-            self.look(
-                self.before[self.taken],
-                *((ANYTHING,) if self.method in _COMPRESSED else (weights, *how_near)),
-            )
+            seen = (ANYTHING,) if self.options.get("shows_gradients") else (weights, *how_near)
+            self.look(self.before[self.taken], *seen)
         for rank, program in enumerate(self._programs):
             program.append((how, self.given[rank][self.taken]))
         self.taken += 1
@@ -233,13 +231,15 @@ class Training:
         `step` and `look`.
         """
         inputs = self._programs if programs is None else programs
-        options = dict(self.options)
-        if self.method not in _WITH_PROGRAM:
-            inputs = [[gradients for _, gradients in program] for program in inputs]
-            options |= {action: step for step, action in self.before.items()}
-        given = {"weights": self.starts, "inputs": inputs}
+        given = {"weights": self.starts, "program": inputs}
         self.results = self.lab.on_ranks(
-            "algorithms", self.method, self.nodes, self.seed, given, options, record=self.record
+            "algorithms",
+            self.method,
+            self.nodes,
+            self.seed,
+            given,
+            self.options,
+            record=self.record,
         )
         for rank, actions in enumerate(inputs):
             self._check_form(rank, actions)
@@ -267,9 +267,7 @@ class Training:
         found, weights = self.results[rank], self.starts[rank]
         expect(_is_list(found, len(actions)), found, f", not a list of {len(actions)}")
         for entry, (tensors, action) in enumerate(zip(found, actions, strict=True)):
-            name = action[0] if isinstance(action, tuple) else "step"
-            if self.method in _COMPRESSED and name in ("restart", "new buckets"):
-                continue  # what they return is not seen
+            name = action[0]
             said = f" as entry {entry}, not {len(weights)} tensors"
             expect(_is_list(tensors, len(weights)), tensors, said)
             for place, (x, w) in enumerate(zip(tensors, weights, strict=True)):
