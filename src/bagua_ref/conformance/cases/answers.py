@@ -24,11 +24,11 @@ from bagua_ref.conformance.expected import (
     collectives_plain,
     compression_numpy,
     decentralized_numpy,
-    kernels_scalar,
+    kernels_numpy,
     local_updates_numpy,
     samplers_plain,
 )
-from bagua_ref.conformance.expected.algorithms_numpy import array, stored
+from bagua_ref.conformance.expected.kernels_numpy import array, stored
 
 __all__ = ["answer", "stretches"]
 
@@ -72,17 +72,16 @@ def _split(flat: Any, sizes: Iterable[int]) -> list[Any]:
 # Kernels and codecs
 
 
-def _elementwise(kernel: Callable[..., float], dtype: str, **given: Any) -> Outputs:
-    columns = zip(*(x.tolist() for x in given.values() if isinstance(x, Tensor)), strict=True)
-    numbers = [value for value in given.values() if not isinstance(value, Tensor)]
-    return {"x": np.array([kernel(dtype, *column, *numbers) for column in columns], float)}
+def _elementwise(name: str, dtype: str, **given: Any) -> Outputs:
+    arguments = [array(x) if isinstance(x, Tensor) else x for x in given.values()]
+    return {"x": getattr(kernels_numpy, name)(dtype, *arguments)}
 
 
 def _reduce_chunks(
     dtype: str, x: Tensor, num_chunks: int, target_chunk: int, average: bool
 ) -> Outputs:
-    chunks, reduce = x.view(num_chunks, -1).double().numpy().copy(), kernels_scalar.reduce_in_order
-    chunks[target_chunk] = [reduce(dtype, column.tolist(), average) for column in chunks.T]
+    chunks = array(x).reshape(num_chunks, -1).copy()
+    chunks[target_chunk] = kernels_numpy.reduce_chunks(dtype, [*chunks], average)
     return {"x": chunks.reshape(-1)}
 
 
@@ -131,12 +130,8 @@ def _centralized(one_byte: bool, dtype: str, x: Any, nodes: Nodes, average: bool
 
 
 def _qadam_momentum(dtype: str, m: Tensor, grad: Tensor, nodes: Nodes, beta1: float) -> Outputs:
-    update = partial(kernels_scalar.update_momentum, dtype)
-    ranks = [
-        [update(old, new, beta1) for old, new in zip(m.tolist(), of_rank, strict=True)]
-        for of_rank in grad.tolist()
-    ]
-    return {"m": _centralized(True, dtype, torch.tensor(ranks), nodes)["x"]}
+    ranks = [kernels_numpy.update_momentum(dtype, array(m), of, beta1) for of in array(grad)]
+    return {"m": [algorithms_numpy.centralized(ranks, dtype, True, True, nodes)] * len(ranks)}
 
 
 def _on_updates(dtype: str, ranks: Any, updates: Tensor, step: Callable[..., Any]) -> list[Any]:
@@ -167,16 +162,9 @@ def _ring(dtype: str, x: Tensor, updates: Tensor, nodes: Nodes) -> Outputs:
 
 
 def _async_average(dtype: str, x: Tensor, updates: Tensor) -> Outputs:
-    add, average, n = kernels_scalar.add, kernels_scalar.async_average, len(x)
-    totals = x.double().sum(0).tolist()  # which is exact
-    rows = [
-        [
-            average(dtype, add(dtype, old, update), total, old, n)
-            for old, update, total in zip(*of_rank, totals, strict=True)
-        ]
-        for of_rank in zip(x.tolist(), updates.tolist(), strict=True)
-    ]
-    return {"x": rows}
+    start = array(x)
+    total, moved = start.sum(0), kernels_numpy.add(dtype, start, array(updates))  # sums are exact
+    return {"x": kernels_numpy.async_average(dtype, moved, total, start, len(start))}
 
 
 def _shift_one_peer(dtype: str, rank: Tensor, step: Tensor, nranks: int) -> Outputs:
@@ -411,25 +399,25 @@ def _samples(
 
 _ANSWERS: dict[str, Callable[..., Outputs]] = {
     **{
-        f"kernels/{name}": partial(_elementwise, getattr(kernels_scalar, name))
+        f"kernels/{name}": partial(_elementwise, name)
         for name in [
             "add",
             "subtract",
             "add_scaled",
             "average",
+            "divide",
             "combine_ring",
             "async_average",
             "update_momentum",
         ]
     },
-    "kernels/divide": partial(_elementwise, kernels_scalar.quotient),
     "kernels/reduce_chunks": _reduce_chunks,
     "kernels/gather_flat": lambda dtype, **parts: {
         "flat": torch.cat([_empty(dtype), *(x.reshape(-1) for x in parts.values())])
     },
     "kernels/scatter_flat": _scatter_flat,
     "kernels/order_by_complexity": lambda dtype, keys: {
-        "order": _integers(kernels_scalar.ascending(keys.tolist()))
+        "order": kernels_numpy.order_by_complexity(np.array(keys.tolist()))
     },
     "codecs/compress": _compress,
     "codecs/decompress": _decompress,

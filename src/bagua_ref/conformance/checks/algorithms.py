@@ -38,6 +38,7 @@ from bagua_ref.conformance.cases.training_cases import (
 from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected import algorithms_numpy as plain
 from bagua_ref.conformance.expected import decentralized_numpy
+from bagua_ref.conformance.expected.kernels_numpy import Array
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, Training, of_kinds
@@ -73,9 +74,7 @@ def _follow_gradients(training: Training) -> None:
     )
     exchange = plain.one_byte(average, leaders) if compresses else plain.full_precision(average)
 
-    def train(
-        start: plain.Array, gradients: list[list[plain.Array]], dtype: str
-    ) -> list[list[plain.Array]]:
+    def train(start: Array, gradients: list[list[Array]], dtype: str) -> list[list[Array]]:
         history = plain.train_on_gradients(
             start, gradients, training.options["lr"], dtype, exchange
         )
@@ -219,9 +218,7 @@ def _weights_after_steps(
     options, leaders = training.options, training.leaders()
     mode = options.get("peer_selection_mode")
 
-    def train(
-        start: plain.Array, gradients: list[list[plain.Array]], dtype: str
-    ) -> list[list[plain.Array]]:
+    def train(start: Array, gradients: list[list[Array]], dtype: str) -> list[list[Array]]:
         interval = options["communication_interval"]
         return decentralized_numpy.train_decentralized(
             start, gradients, 1.0, dtype, leaders, mode, interval

@@ -24,13 +24,14 @@ from bagua_ref.conformance.cases.training_cases import (
 )
 from bagua_ref.conformance.checks.algorithms import QADAM, follow_qadam
 from bagua_ref.conformance.checks.registry import check, check_trainings, nothing
-from bagua_ref.conformance.expected.algorithms_numpy import Array, Exchange
+from bagua_ref.conformance.expected.algorithms_numpy import Exchange
 from bagua_ref.conformance.expected.compression_numpy import (
     ErrorFeedback,
     kept,
     sent_count,
     topk_round,
 )
+from bagua_ref.conformance.expected.kernels_numpy import Array
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import (

@@ -36,7 +36,7 @@ from bagua_ref.conformance.cases.training_cases import (
 )
 from bagua_ref.conformance.checks.registry import check, check_trainings
 from bagua_ref.conformance.expected import local_updates_numpy as plain
-from bagua_ref.conformance.expected.algorithms_numpy import stored
+from bagua_ref.conformance.expected.kernels_numpy import stored
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, Training, exactly, of_kinds
 

@@ -32,7 +32,7 @@ from bagua_ref.conformance.cases.training_cases import (
 )
 from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected import compression_numpy as plain
-from bagua_ref.conformance.expected.algorithms_numpy import wide
+from bagua_ref.conformance.expected.kernels_numpy import added, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import (
@@ -192,9 +192,7 @@ def _judge_conservation(training: Training, step: int, place: int, every: list[A
     w = training.weights[place]
     if training.options["memory"] is not None and w.dtype.itemsize > 2:
         want = (
-            torch.from_numpy(plain.added(every).astype(np.float64) / training.n)
-            .view(w.shape)
-            .to(w.dtype)
+            torch.from_numpy(added(every).astype(np.float64) / training.n).view(w.shape).to(w.dtype)
         )
         memories = [training.seen("memories", rank, step, place) for rank in range(training.n)]
         found = training.seen("step", 0, step, place).double()
@@ -280,7 +278,7 @@ def _judge_as_mean(training: Training, ranks_of_steps: Sequence[int]) -> None:
     """
     for step, rank in enumerate(ranks_of_steps):
         given, (_, _, columns) = _matrices(training, step, 0), _start(training, step, 0)
-        values = np.linalg.svd(plain.added(given) @ columns, compute_uv=False)
+        values = np.linalg.svd(added(given) @ columns, compute_uv=False)
         if not rank or values[rank - 1] > 1e-2 * values[0]:
             for number in range(training.n):
                 training.expect_seen(

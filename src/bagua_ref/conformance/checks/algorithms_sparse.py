@@ -29,7 +29,6 @@ from bagua_ref.conformance.checks.algorithms_local import (
     refuse,
 )
 from bagua_ref.conformance.checks.registry import check, check_trainings, nothing
-from bagua_ref.conformance.expected.algorithms_numpy import Array, added, stored
 from bagua_ref.conformance.expected.chunked_numpy import (
     Round,
     SparseDiLoCo,
@@ -37,6 +36,7 @@ from bagua_ref.conformance.expected.chunked_numpy import (
     cosine,
     sparse_round,
 )
+from bagua_ref.conformance.expected.kernels_numpy import Array, added, stored
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import (

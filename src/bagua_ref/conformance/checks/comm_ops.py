@@ -31,7 +31,7 @@ from bagua_ref.conformance.cases.training_cases import (
 )
 from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected import algorithms_numpy, decentralized_numpy
-from bagua_ref.conformance.expected.algorithms_numpy import array
+from bagua_ref.conformance.expected.kernels_numpy import array
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.lab.lab import Lab
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.cases.answers import answer
 from bagua_ref.conformance.cases.case import Case
 from bagua_ref.conformance.cases.collective_cases import MOVABLE
 from bagua_ref.conformance.cases.strategies import (
@@ -27,8 +28,7 @@ from bagua_ref.conformance.cases.strategies import (
 )
 from bagua_ref.conformance.cases.table import INTEGERS, rows_of
 from bagua_ref.conformance.checks.registry import check
-from bagua_ref.conformance.expected import kernels_scalar
-from bagua_ref.conformance.expected.algorithms_numpy import wide
+from bagua_ref.conformance.expected.kernels_numpy import wide
 from bagua_ref.conformance.lab.lab import Lab, smallest
 
 _factors = st.one_of(
@@ -111,11 +111,7 @@ drawn, arguments, and sentence of their checks.
 
 def _expected(lab: Lab, name: str, arguments: Arguments) -> Tensor:
     """Return the first argument of an elementwise kernel after a call."""
-    scalar = getattr(kernels_scalar, "quotient" if name == "divide" else name)
-    tensors = [value.tolist() for value in arguments.values() if isinstance(value, Tensor)]
-    others = [value for value in arguments.values() if not isinstance(value, Tensor)]
-    found = [scalar(lab.dtype_name, *row, *others) for row in zip(*tensors, strict=True)]
-    return torch.tensor(found, dtype=torch.float64).to(lab.dtype)
+    return answer(f"kernels/{name}", lab.dtype_name, arguments, {})["x"]
 
 
 def _judge(lab: Lab, name: str, arguments: Arguments, wanted: Tensor) -> None:
@@ -168,13 +164,8 @@ for _name, (_clause, *_, _sentence) in _ELEMENTWISE.items():
 
 def _reduction(lab: Lab, chunks: Tensor, target: int, mean: bool) -> tuple[Arguments, Tensor]:
     """Return arguments of a reduction, and the chunks after it."""
-    wanted = chunks.clone()
-    columns = [
-        kernels_scalar.reduce_in_order(lab.dtype_name, column, mean) for column in chunks.T.tolist()
-    ]
-    wanted[target] = torch.tensor(columns, dtype=torch.float64).to(lab.dtype)
     given = {"x": chunks, "num_chunks": len(chunks), "target_chunk": target, "average": mean}
-    return given, wanted
+    return given, answer("kernels/reduce_chunks", lab.dtype_name, given, {})["x"].view_as(chunks)
 
 
 @check(
@@ -365,7 +356,7 @@ def order_by_complexity(lab: Lab, draw: Draw) -> None:
 def _check_order(lab: Lab, keys: Tensor) -> None:
     def judge(start: int, end: int) -> None:
         part = keys[start:end]
-        order = torch.tensor(kernels_scalar.ascending(part.tolist()), dtype=torch.int64)
+        order = answer("kernels/order_by_complexity", lab.dtype_name, {"keys": part}, {})["order"]
         lab.compare(lab.call("order_by_complexity", {"keys": part}), "result", order)
 
     smallest(judge, len(keys))

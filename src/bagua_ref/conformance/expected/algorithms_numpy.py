@@ -1,8 +1,7 @@
 """Exchange of gradients between n ranks (S3.1 to S3.3), and training on it (S2.1, S2.2, S2.5, S5.1,
 S5.2, S5.5), of all ranks.
 
-A rank's numbers are a flat NumPy array of numbers of the dtype, held as float32 (float64 for
-float64), of which every operation rounds to nearest-even; ``stored`` then rounds to the dtype.
+A rank's numbers are a flat array as in `kernels_numpy`.
 ``nodes`` holds how many ranks each node has, in rank order, if node leaders communicate; None: all
 ranks do. What operations return is the same on all ranks.
 
@@ -12,50 +11,33 @@ fused operations are not the same on every processor.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from bagua_ref.conformance.expected.codecs_scalar import MINMAX, compress_chunk, decompress_chunk
+from bagua_ref.conformance.expected.kernels_numpy import (
+    Array,
+    add_scaled,
+    added,
+    divide,
+    reduce_chunks,
+    stored,
+    update_momentum,
+)
 
-Array: TypeAlias = npt.NDArray[Any]
 Exchange = Callable[[list[Array], str], Array]
 """Each rank's numbers of one bucket, and their dtype -> what every rank has after the operation."""
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of ``dtype`` are computed."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def array(x: torch.Tensor) -> Array:
-    """Return a tensor's numbers as float32 (float64 for float64)."""
-    found: Array = x.to(wide(x.dtype)).numpy()
-    return found
-
-
-def stored(values: Array, dtype: str) -> Array:
-    """Round to the dtype."""
-    if dtype == "float16":
-        return values.astype(np.float16).astype(np.float32)
-    if dtype == "bfloat16":
-        bits = values.view(np.uint32)
-        up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        rounded = ((bits + up) & np.uint32(0xFFFF0000)).view(np.float32)
-        return np.where(np.isfinite(values), rounded, values)
-    return values
-
-
 def step_of_sgd(x: Array, grad: Array, lr: float, dtype: str) -> Array:
     """Take a step of plain SGD; equals torch's if lr * grad is a number of the dtype."""
-    return stored(x - x.dtype.type(lr) * grad, dtype)
+    return add_scaled(dtype, x, grad, -lr)
 
 
 def restored(x: Array, dtype: str, codec: str = MINMAX) -> Array:
@@ -63,12 +45,6 @@ def restored(x: Array, dtype: str, codec: str = MINMAX) -> Array:
     return np.array(
         decompress_chunk(codec, compress_chunk(codec, x.tolist(), dtype), x.size, dtype), x.dtype
     )
-
-
-def added(ranks: list[Array]) -> Array:
-    """Return ``((+0 + rank 0's) + rank 1's) + ...`` (S3.7)."""
-    total: Array = functools.reduce(np.add, ranks, np.zeros_like(ranks[0]))
-    return total
 
 
 def split(ranks: list[Any], nodes: list[int]) -> list[list[Any]]:
@@ -82,18 +58,13 @@ def padded(ranks: list[Array], nodes: list[int] | None) -> list[Array]:
     return [np.pad(x, (0, -x.size % math.lcm(len(ranks), len(nodes or ranks)))) for x in ranks]
 
 
-def scatter_gather(ranks: list[Array], dtype: str, average: bool = True) -> Array:
-    """Return the sum in rank order, for the mean divided by n, rounded once (S3.1, S3.7)."""
-    return stored(added(ranks) / ranks[0].dtype.type(len(ranks) if average else 1), dtype)
-
-
 def low_precision(ranks: list[Array], dtype: str, average: bool) -> Array:
     """Send chunk t of every rank to rank t as one byte per element, reduce it there, and send back
     the result (S3.2).
     """
     chunks = zip(*(np.split(x, len(ranks)) for x in ranks), strict=True)
     reduced = [
-        scatter_gather([restored(x, dtype) for x in chunk], dtype, average) for chunk in chunks
+        reduce_chunks(dtype, [restored(x, dtype) for x in chunk], average) for chunk in chunks
     ]
     return np.concatenate([restored(x, dtype) for x in reduced])
 
@@ -105,18 +76,17 @@ def inputs_of_leaders(
     float32(n/L), rounded once (S3.3).
     """
     divisor = len(ranks) / len(nodes) if average else 1
-    return [
-        stored(added(node) / ranks[0].dtype.type(divisor), dtype) for node in split(ranks, nodes)
-    ]
+    return [divide(dtype, added(node), divisor) for node in split(ranks, nodes)]
 
 
 def centralized(
     ranks: list[Array], dtype: str, average: bool, one_byte: bool, nodes: list[int] | None
 ) -> Array:
     """Reduce all ranks' numbers, as one byte per element or in full (S3.1 to S3.3)."""
-    operation = low_precision if one_byte else scatter_gather
-    return operation(
-        ranks if nodes is None else inputs_of_leaders(ranks, dtype, average, nodes), dtype, average
+    if nodes is not None:
+        ranks = inputs_of_leaders(ranks, dtype, average, nodes)
+    return (
+        low_precision(ranks, dtype, average) if one_byte else reduce_chunks(dtype, ranks, average)
     )
 
 
@@ -139,7 +109,7 @@ def buckets(sizes: list[int], dtypes: list[str], bucket_bytes: int) -> list[list
 
 def full_precision(average: bool) -> Exchange:
     """Return the sum or mean over all ranks (S5.1)."""
-    return lambda ranks, dtype: scatter_gather(ranks, dtype, average)
+    return lambda ranks, dtype: reduce_chunks(dtype, ranks, average)
 
 
 def one_byte(average: bool, nodes: list[int] | None) -> Exchange:
@@ -216,7 +186,7 @@ class QAdam:
     def _step_adam(self, gradients: list[list[Array]]) -> None:
         for place, parameter in enumerate(self._in_torch):
             parameter.grad = torch.tensor(
-                scatter_gather([rank[place] for rank in gradients], self.dtype)
+                reduce_chunks(self.dtype, [rank[place] for rank in gradients])
             ).to(parameter.dtype)
         self._adam.step()
         for place, parameter in enumerate(self._in_torch):
@@ -229,17 +199,18 @@ class QAdam:
     def _exchange_momenta(self, gradients: list[list[Array]]) -> None:
         for bucket, exchange in self._exchanges:
             momenta = [
-                [self._updated(place, rank[place]) for place in bucket] for rank in gradients
+                [
+                    update_momentum(
+                        self.dtype, self.m[place], rank[place], self.options[place]["betas"][0]
+                    )
+                    for place in bucket
+                ]
+                for rank in gradients
             ]
             result = exchange([np.concatenate(of_rank) for of_rank in momenta], self.dtype)
             ends = np.cumsum([self.m[place].size for place in bucket])[:-1]
             for place, m in zip(bucket, np.split(result, ends), strict=True):
                 self.m[place] = m
-
-    def _updated(self, place: int, grad: Array) -> Array:
-        """Return a rank's m with its own gradient, ``beta1*m + (1-beta1)*grad``."""
-        m, beta1 = self.m[place], self.options[place]["betas"][0]
-        return stored(m.dtype.type(beta1) * m + m.dtype.type(1 - beta1) * grad, self.dtype)
 
 
 def step_along_momentum(

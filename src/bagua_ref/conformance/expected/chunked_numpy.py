@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bagua_ref.conformance.expected.algorithms_numpy import Array, added, restored
+from bagua_ref.conformance.expected.algorithms_numpy import restored
 from bagua_ref.conformance.expected.codecs_scalar import compress_chunk
 from bagua_ref.conformance.expected.compression_numpy import kept
+from bagua_ref.conformance.expected.kernels_numpy import Array, added
 from bagua_ref.conformance.expected.local_updates_numpy import DiLoCo, Weights
 
 __all__ = ["Round", "SparseDiLoCo", "chunks", "cosine", "mean_of", "packed", "sent", "sparse_round"]

@@ -13,25 +13,65 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 
-from bagua_ref.conformance.expected.kernels_scalar import (
-    LARGEST,
-    decode,
-    divide,
-    encode,
-    f32,
-    rint,
-    to,
-)
+import numpy as np
+import torch
+
+from bagua_ref.conformance.expected.kernels_numpy import stored
 
 MINMAX = "MinMaxUInt8"
 HEADER = 32
-EPSILON = f32(1e-7)
 NAN_OF = {
     "float16": bytes.fromhex("007e"),
     "bfloat16": bytes.fromhex("c07f"),
     "float32": bytes.fromhex("0000c07f"),
 }
 POISON = 255
+
+
+LARGEST = (2 - 2.0**-23) * 2.0**127
+"""The largest number of float32."""
+
+
+def f32(value: float) -> float:
+    """Round to float32, to nearest-even, beyond the range to infinity."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def divide(a: float, b: float) -> float:
+    """Divide as in IEEE 754, also by zero."""
+    if b != 0:
+        return a / b
+    if a == 0 or math.isnan(a):
+        return math.nan
+    return math.copysign(math.inf, a) * math.copysign(1.0, b)
+
+
+def rint(value: float) -> float:
+    """Round to the nearest integer, halves to even; infinities and NaN stay."""
+    if not math.isfinite(value):
+        return value
+    return math.copysign(float(round(value)), value)  # Python's round is half-to-even and exact
+
+
+def _encoded(dtype: str, value: float) -> bytes:
+    """Return a number of dtype as its little-endian bytes."""
+    return bytes(
+        torch.tensor([value], dtype=torch.float64)
+        .to(getattr(torch, dtype))
+        .view(torch.uint8)
+        .tolist()
+    )
+
+
+def _decoded(dtype: str, data: bytes) -> float:
+    """Return the first number of dtype that is stored as little-endian bytes."""
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))[0].item()
+
+
+EPSILON = f32(1e-7)
 SIXTH = f32(1 / 6)
 
 
@@ -154,18 +194,22 @@ def compress_chunk(codec: str, chunk: list[float], dtype: str) -> bytes:
 
 def decompress_chunk(codec: str, payload: bytes, count: int, dtype: str) -> list[float]:
     """Return the values of one chunk's payload, numbers of dtype."""
+    if not count:
+        return []
     if codec == MINMAX:
-        return decompress_minmax(payload, count, dtype)
-    if codec == "OneBit":
-        return _from_one_bit(payload, count, dtype)
-    form = FORMATS[codec]
-    start = form.header + math.ceil(count / form.block)
-    scales, elements = payload[form.header : start], payload[start:]
-    factor = decode("float32", payload[:4]) if form.header and count else 0.0
-    return [
-        _stored(dtype, _element(codec, elements, place, scales[place // form.block], factor))
-        for place in range(count)
-    ]
+        values = _from_minmax(payload, count, dtype)
+    elif codec == "OneBit":
+        values = _from_one_bit(payload, count)
+    else:
+        form = FORMATS[codec]
+        start = form.header + math.ceil(count / form.block)
+        scales, elements = payload[form.header : start], payload[start:]
+        factor = _decoded("float32", payload)
+        values = [
+            _element(codec, elements, place, scales[place // form.block], factor)
+            for place in range(count)
+        ]
+    return _saturated(dtype, values)
 
 
 def error_bound(
@@ -263,16 +307,16 @@ def _nvfp4(chunk: list[float]) -> bytes:
         block = chunk[start : start + form.block]
         s, t = _nvfp4_scales(_largest(block), _largest(chunk))
         scales.append(FORMATS["MXFP8"].nearest(s))
-        u = min(f32(divide(1.0, f32(s * t))), LARGEST["float32"])
+        u = min(f32(divide(1.0, f32(s * t))), LARGEST)
         codes += [_code("NVFP4", form, value, f32(value * u)) for value in block]
-    return encode("float32", t).ljust(HEADER, b"\0") + bytes(scales) + _packed(form, codes)
+    return _encoded("float32", t).ljust(HEADER, b"\0") + bytes(scales) + _packed(form, codes)
 
 
 def _nvfp4_scales(largest: float, chunk: float) -> tuple[float, float]:
     """Return s and t for the largest magnitudes of block and chunk (S12.7)."""
-    whole = min(f32(divide(2688.0, chunk)), LARGEST["float32"]) if chunk else 1.0
+    whole = min(f32(divide(2688.0, chunk)), LARGEST) if chunk else 1.0
     of_scales = FORMATS["MXFP8"]
-    s = min(f32(largest * f32(whole * SIXTH)), LARGEST["float32"])
+    s = min(f32(largest * f32(whole * SIXTH)), LARGEST)
     return of_scales.numbers[of_scales.nearest(s)], f32(divide(1.0, whole))
 
 
@@ -313,9 +357,16 @@ def _number(form: Elements, code: int) -> float:
     return math.copysign(form.numbers[magnitude], -1 if negative else 1)
 
 
-def _stored(dtype: str, value: float) -> float:
-    """Return a number rounded to dtype and saturated."""
-    return value if math.isnan(value) else saturate(dtype, saturate("float32", value))
+def _saturated(dtype: str, values: list[float]) -> list[float]:
+    """Round to float32, then to dtype; beyond their range to the largest number (S4.3)."""
+    found = np.array(values)
+    for name in ("float32", dtype):
+        largest = torch.finfo(getattr(torch, name)).max
+        with np.errstate(over="ignore"):
+            found = stored(found.astype(np.float32), name).astype(float)
+        found = np.where(np.isinf(found), np.copysign(largest, found), found)
+    rounded: list[float] = found.tolist()
+    return rounded
 
 
 def _one_bit(chunk: list[float]) -> bytes:
@@ -328,16 +379,13 @@ def _one_bit(chunk: list[float]) -> bytes:
     signs = [0] * size
     for place, value in enumerate(chunk):
         signs[place // 8] |= (value >= 0) << (7 - place % 8)
-    return struct.pack("<f", scale).ljust(32, b"\0") + bytes(signs)
+    return _encoded("float32", scale).ljust(32, b"\0") + bytes(signs)
 
 
-def _from_one_bit(payload: bytes, count: int, dtype: str) -> list[float]:
-    if not count:
-        return []
-    scale = struct.unpack("<f", payload[:4])[0]
-    stored = _stored(dtype, scale)
+def _from_one_bit(payload: bytes, count: int) -> list[float]:
+    scale = _decoded("float32", payload)
     return [
-        stored if payload[32 + place // 8] >> (7 - place % 8) & 1 else -stored
+        scale if payload[32 + place // 8] >> (7 - place % 8) & 1 else -scale
         for place in range(count)
     ]
 
@@ -360,7 +408,7 @@ def compress_minmax(chunk: list[float], dtype: str) -> bytes:
         header, levels = NAN_OF[dtype] * 2, [0] * len(chunk)
     else:
         scale, upper, lower = grid(low, high)
-        header = encode(dtype, low or 0.0) + encode(dtype, high or 0.0)
+        header = _encoded(dtype, low or 0.0) + _encoded(dtype, high or 0.0)
         levels = [level_of(value, scale, upper, lower) for value in chunk]
     block = header + bytes(HEADER - len(header)) + bytes(levels)
     return block + bytes(payload_size(MINMAX, len(chunk)) - len(block))
@@ -380,23 +428,14 @@ def level_of(value: float, scale: float, upper: float, lower: float) -> int:
     return int(max(0.0, min(255.0, level)))
 
 
-def decompress_minmax(block: bytes, count: int, dtype: str) -> list[float]:
-    """Return the values of one block (S4.3), numbers of dtype."""
-    item = 4 if dtype == "float32" else 2
-    low, high = decode(dtype, block[:item]), decode(dtype, block[item : 2 * item])
+def _from_minmax(block: bytes, count: int, dtype: str) -> list[float]:
+    """Return the values of one block (S4.3)."""
+    low, high = (_decoded(dtype, block[place:]) for place in (0, len(NAN_OF[dtype])))
     if math.isnan(low) or math.isnan(high):
         return [math.nan] * count
     scale, _, lower = grid(low, high)
-    return [
-        saturate(dtype, f32(divide(f32(level + lower), scale)))
-        for level in block[HEADER : HEADER + count]
-    ]
-
-
-def saturate(dtype: str, value: float) -> float:
-    """Round to dtype, with saturation at its largest number (S4.3)."""
-    stored = to(dtype, value)
-    return math.copysign(LARGEST[dtype], stored) if math.isinf(stored) else stored
+    levels = block[HEADER : HEADER + count]
+    return [f32(divide(f32(level + lower), scale)) for level in levels]
 
 
 def half_ulp(value: float, dtype: str) -> float:

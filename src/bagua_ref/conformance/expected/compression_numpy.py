@@ -15,32 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bagua_ref.conformance.expected.algorithms_numpy import (
-    Array,
-    added,
-    inputs_of_leaders,
-    padded,
-    restored,
-    stored,
-)
-
-__all__ = [
-    "ErrorFeedback",
-    "LowRankRound",
-    "added",
-    "compressed_rank",
-    "error_feedback_round",
-    "gram",
-    "is_tame",
-    "kept",
-    "norm",
-    "orthonormal",
-    "power_sgd_round",
-    "reach",
-    "sent_count",
-    "start",
-    "topk_round",
-]
+from bagua_ref.conformance.expected.algorithms_numpy import inputs_of_leaders, padded, restored
+from bagua_ref.conformance.expected.kernels_numpy import Array, added, divide, stored
 
 
 def compressed_rank(shape: tuple[int, ...], rank: int, rate: float) -> int:
@@ -341,4 +317,4 @@ def topk_round(
         sent = kept(p, k)
         total[sent] = total[sent] + p[sent]
         p[sent] = 0
-    return stored(total / np.float32(len(given)), dtype), None if errors is None else left
+    return divide(dtype, total, len(given)), None if errors is None else left

@@ -15,11 +15,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from bagua_ref.conformance.expected.algorithms_numpy import (
-    Array,
     restored,
-    scatter_gather,
     split,
     step_of_sgd,
+)
+from bagua_ref.conformance.expected.kernels_numpy import (
+    Array,
+    add,
+    combine_ring,
+    divide,
+    reduce_chunks,
     stored,
 )
 
@@ -40,7 +45,7 @@ def between_leaders(
     """
     if nodes is None:
         return operation(ranks)
-    results = operation([scatter_gather(node, dtype) for node in split(ranks, nodes)])
+    results = operation([reduce_chunks(dtype, node) for node in split(ranks, nodes)])
     return [x.copy() for x, size in zip(results, nodes, strict=True) for _ in range(size)]
 
 
@@ -48,8 +53,7 @@ def library_mean(ranks: list[Array], dtype: str) -> Array:
     """Return the mean, added in rank order as the simulated world does; a library may use another
     order (S3.7).
     """
-    total = functools.reduce(np.add, ranks)
-    return stored(total / total.dtype.type(len(ranks)), dtype)
+    return divide(dtype, functools.reduce(np.add, ranks), len(ranks))
 
 
 def pairs(n: int, step: int) -> dict[int, int]:
@@ -85,26 +89,17 @@ class Ring:
     @classmethod
     def of(cls, ranks: list[Array]) -> Ring:
         """Return the replicas at the start, from every rank's weights."""
-        n = len(ranks)
-        return cls(
-            [x.copy() for x in ranks],
-            [ranks[(r - 1) % n].copy() for r in range(n)],
-            [ranks[(r + 1) % n].copy() for r in range(n)],
-        )
+        return cls(ranks, [*ranks[-1:], *ranks[:-1]], [*ranks[1:], *ranks[:1]])
 
     def step(self, ranks: list[Array], dtype: str) -> list[Array]:
         """Return every rank's new weights."""
-        n, changes = len(ranks), []
-        for r, x in enumerate(ranks):
-            factor = x.dtype.type
-            for replica, weight in ((self.L[r], 1 / 3), (self.R[r], 1 / 3), (self.W[r], -5 / 3)):
-                x = stored(x + factor(weight) * replica, dtype)
-            changes.append(restored(x, dtype))
-        for r in range(n):
-            self.W[r] = stored(changes[r] + self.W[r], dtype)
-            self.L[r] = stored(self.L[r] + changes[(r - 1) % n], dtype)
-            self.R[r] = stored(self.R[r] + changes[(r + 1) % n], dtype)
-        return [x.copy() for x in self.W]
+        moved = zip(ranks, self.L, self.R, self.W, strict=True)
+        changes = [restored(combine_ring(dtype, *row), dtype) for row in moved]
+        left, right = [*changes[-1:], *changes[:-1]], [*changes[1:], *changes[:1]]
+        self.W = [add(dtype, x, change) for x, change in zip(self.W, changes, strict=True)]
+        self.L = [add(dtype, x, change) for x, change in zip(self.L, left, strict=True)]
+        self.R = [add(dtype, x, change) for x, change in zip(self.R, right, strict=True)]
+        return self.W
 
 
 def train_decentralized(

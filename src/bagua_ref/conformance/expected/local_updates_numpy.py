@@ -18,13 +18,12 @@ import numpy as np
 import torch
 
 from bagua_ref.conformance.expected.algorithms_numpy import (
-    Array,
     full_precision,
     one_byte,
     step_of_sgd,
-    stored,
 )
 from bagua_ref.conformance.expected.decentralized_numpy import library_mean
+from bagua_ref.conformance.expected.kernels_numpy import Array, add, stored
 
 Weights = list[Array]
 """One rank's parameters."""
@@ -111,7 +110,7 @@ class InnerSGD:
         if self.momentum:
             if key in self._buffers:
                 kept = stored(self._buffers[key] * x.dtype.type(self.momentum), dtype)
-                grad = stored(kept + grad, dtype)
+                grad = add(dtype, kept, grad)
             self._buffers[key] = grad
         return step_of_sgd(x, grad, self.lr, dtype)
 

@@ -23,29 +23,6 @@ def noise_limit(complexities: list[Any], random_level: float) -> int:
     return int((max(complexities) - min(complexities)) * random_level + 1)
 
 
-def noise_and_chunks(
-    complexities: list[Any],
-    replicas: int,
-    *,
-    shuffle: bool,
-    seed: int,
-    epoch: int,
-    drop_last: bool,
-    random_level: float,
-) -> tuple[list[int], list[int]]:
-    """S7.2 and S7.3: the draws of torch's generator, noise for each sample and then the numbers of
-    the chunks in order.
-    """
-    length = len(complexities)
-    count = max(1, num_samples(length, replicas, drop_last))
-    if not shuffle:
-        return [0] * length, list(range(count))
-    draws = Draws(seed + epoch)
-    return draws.draw_noise(noise_limit(complexities, random_level), length), draws.permutation(
-        count
-    )
-
-
 def indices(complexities: list[Any], replicas: int, rank: int, **options: Any) -> list[int]:
     """S7.3: the samples of one rank."""
     return stretches_of(complexities, [], replicas, **options)[0][rank]

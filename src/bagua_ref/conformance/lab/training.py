@@ -21,7 +21,8 @@ from bagua_ref.conformance.cases.training_cases import (
     any_weights,
     exact_gradients,
 )
-from bagua_ref.conformance.expected.algorithms_numpy import Array, array, buckets, wide
+from bagua_ref.conformance.expected.algorithms_numpy import buckets
+from bagua_ref.conformance.expected.kernels_numpy import Array, array, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.lab.lab import Lab
 
