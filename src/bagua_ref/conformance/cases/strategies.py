@@ -12,11 +12,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.cases.numbers import Numbers, bulk, edges
 from bagua_ref.conformance.cases.table import COMPRESSIBLE, FLOATS
 from bagua_ref.conformance.cases.tensor_files import dtype_named, name_of
 from bagua_ref.conformance.expected.codecs_scalar import (
@@ -30,7 +30,6 @@ from bagua_ref.conformance.expected.codecs_scalar import (
 __all__ = [
     "COMPRESSIBLE",
     "FLOATS",
-    "KINDS",
     "Draw",
     "adversarial",
     "bulk",
@@ -52,63 +51,28 @@ __all__ = [
 Draw = Callable[[Any], Any]
 """Takes a Hypothesis strategy and returns a value."""
 
-KINDS = (
-    "tame",
-    "ties",
-    "bits",
-    "near",
-    "grid",
-    "halfway",
-    "narrow",
-    "tiny",
-    "huge",
-    "edges",
-    "constant",
-    "zeros",
-    "epsilon",
-)
-"""What `bulk` makes: numbers from -4 to 4; few bits, so that sums end in ties; any bits at all;
-neighbours; multiples of half a level; as close to half a level as the dtype allows; a small range
-far from zero; below the normal numbers; near the largest; edges; all alike; zeros of both signs; a
-range and a distance from zero beside which 1e-7 is not small.
-"""
+_SINGLE = ("tame", "ties", "near", "tiny", "huge", "edges", "sparse", "bits")
+"""Kinds of numbers that need no others of their kind."""
+_kinds = st.sampled_from([*_SINGLE, "wide", "grid", "halfway", "narrow", "constant", "epsilon"])
 
 _WIDTH = {torch.float16: 16, torch.bfloat16: 32, torch.float32: 32, torch.float64: 64}
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _edges(dtype: torch.dtype, finite: bool) -> list[float]:
-    info = torch.finfo(dtype)
-    edges = [
-        0.0,
-        -0.0,
-        1.0,
-        -1.0,
-        info.max,
-        -info.max,
-        info.tiny,
-        -info.tiny,
-        info.tiny / 4,
-        -info.tiny / 4,
-        1 + info.eps,
-    ]
-    return edges if finite else [*edges, float("inf"), float("-inf"), float("nan")]
+    positive = edges(torch.finfo(dtype))[: -2 if finite else None]
+    return [*positive, *(-x for x in positive)]
 
 
 @functools.lru_cache(256)  # making a strategy takes longer than drawing from it
 def numbers(dtype: torch.dtype, *, finite: bool = False) -> st.SearchStrategy[float]:
     """Any number of a dtype, with frequent edge cases."""
-    limit = torch.finfo(dtype).max
-    width = _WIDTH[dtype]
-    anything = (
-        st.floats(-limit, limit, width=width)  # type: ignore[arg-type]
-        if finite
-        else st.floats(width=width, allow_nan=True, allow_infinity=True)  # type: ignore[arg-type]
-    )
+    limit, width = torch.finfo(dtype).max, _WIDTH[dtype]
     return st.one_of(
         st.floats(-4, 4, width=width),  # type: ignore[arg-type]
         st.sampled_from(_edges(dtype, finite)),
-        anything,
+        st.floats(-limit, limit, width=width)  # type: ignore[arg-type]
+        if finite
+        else st.floats(width=width),  # type: ignore[arg-type]
     )
 
 
@@ -116,111 +80,16 @@ def numbers(dtype: torch.dtype, *, finite: bool = False) -> st.SearchStrategy[fl
 def adversarial(
     dtype: torch.dtype, size: int, *, finite: bool = False
 ) -> st.SearchStrategy[Tensor]:
-    """Tensors of ``size`` elements, number by number: tame, halves, constant, denormal, huge, or
-    anything.
-    """
-    info = torch.finfo(dtype)
-
-    def make(number: st.SearchStrategy[float]) -> st.SearchStrategy[Tensor]:
-        return st.lists(number, min_size=size, max_size=size).map(
-            lambda values: torch.tensor(values, dtype=torch.float64).to(dtype)
-        )
-
+    """Tensors of ``size`` elements, number by number."""
+    halves = st.integers(-600, 600).map(lambda n: n / 2)
     return st.one_of(
-        make(st.floats(-4, 4)),
-        make(st.integers(-600, 600).map(lambda n: n / 2)),
-        make(st.integers(-8, 8).map(lambda n: n * info.tiny / 16)),
-        make(st.integers(-8, 8).map(lambda n: n / 8 * info.max)),
-        make(numbers(dtype, finite=finite)),
-        numbers(dtype, finite=finite).map(
-            lambda value: torch.full((size,), value, dtype=torch.float64).to(dtype)
-        ),
-    )
-
-
-def bulk(dtype: torch.dtype, kind: str, seed: int, size: int, *, finite: bool = False) -> Tensor:
-    """Return ``size`` numbers of a kind, the same ones for the same seed."""
-    info, generator = torch.finfo(dtype), np.random.default_rng([seed, KINDS.index(kind)])
-    digits = round(-np.log2(info.eps)) + 1
-    if kind == "bits":
-        integer = _BITS[torch.empty((), dtype=dtype).element_size()]
-        limits = torch.iinfo(integer)
-        drawn = (
-            torch.from_numpy(generator.integers(limits.min, limits.max, size, endpoint=True))
-            .to(integer)
-            .view(dtype)
+        *(
+            st.lists(x, min_size=size, max_size=size)
+            for x in (halves, numbers(dtype, finite=finite))
         )
-        return torch.where(drawn.isfinite(), drawn, 1) if finite else drawn
-    powers = generator.integers(-8, 4 if digits == 11 else 9)
-    makers: dict[str, Callable[[], Any]] = {
-        "tame": lambda: generator.uniform(-4, 4, size),
-        "ties": lambda: (
-            generator.integers(-(2**digits), 2**digits, size)
-            * 2.0 ** -generator.integers(0, digits + 1, size)
-        ),
-        "near": lambda: (
-            generator.uniform(1, 4) * (1 + info.eps * generator.integers(-32, 33, size))
-        ),
-        "grid": lambda: _on_a_grid(generator, size),
-        "halfway": lambda: _halfway(generator, size, dtype),
-        "narrow": lambda: (
-            generator.uniform(-2, 2) * 10.0 ** (powers / 3) + generator.uniform(-1, 1, size) * 1e-6
-        ),
-        "tiny": lambda: (
-            generator.integers(-64, 65, size)
-            * (info.tiny * info.eps * 2.0 ** generator.integers(0, digits))
-        ),
-        "huge": lambda: generator.uniform(-1, 1, size) * info.max,
-        "edges": lambda: generator.choice(_edges(dtype, finite), size),
-        "constant": lambda: np.full(size, generator.uniform(-4, 4) * 10.0**powers),
-        "zeros": lambda: generator.choice([0.0, -0.0, -1.0 if seed % 2 else 1.0], size),
-        "epsilon": lambda: (
-            generator.choice([-1, 1])
-            * (10.0 ** generator.uniform(-9, -5, 2) @ [np.ones(size), generator.random(size)])
-        ),
-    }
-    drawn = torch.from_numpy(np.asarray(makers[kind](), dtype=np.float64)).to(dtype)
-    return _with_signs(drawn, generator) if kind == "edges" else drawn
+    ).map(lambda values: torch.tensor(values, dtype=torch.float64).to(dtype))
 
 
-def _with_signs(x: Tensor, generator: np.random.Generator) -> Tensor:
-    """Set the sign of half of the NaNs, as x86's invalid operations do; return ``x``."""
-    integer = _BITS[x.element_size()]
-    some = torch.from_numpy(generator.integers(0, 2, x.shape, dtype=bool))
-    x.view(integer)[x.isnan() & some] |= torch.iinfo(integer).min
-    return x
-
-
-def _on_a_grid(
-    generator: np.random.Generator, size: int
-) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Halves of levels: from low to low + 255 steps, both ends included where there is room."""
-    step = 2.0 ** generator.integers(-3, 4)
-    low = generator.integers(-600, 600) / 2
-    places = generator.integers(0, 511, size) / 2
-    places[: min(size, 2)] = [0, 255][: min(size, 2)]
-    return np.asarray((low + places) * step, dtype=np.float64)
-
-
-def _halfway(
-    generator: np.random.Generator, size: int, dtype: torch.dtype
-) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Between any two ends: numbers x with x*scale as near k + 1/2 as x's bits allow, so that one
-    wrong bit of scale shows.
-    """
-    ends = np.sort(generator.uniform(-4, 4, 2) * 10.0 ** generator.integers(-3, 4))
-    low, high = torch.from_numpy(ends).to(dtype).float().numpy()
-    with np.errstate(all="ignore"):
-        scale = np.float32(255) / ((high - low) + np.float32(1e-7))
-        places = np.rint(np.float64(high) * scale) - generator.integers(1, 255, size) + 0.5
-        values = np.clip(
-            (places / scale) * (1 + 2.0**-24 * generator.integers(-2, 3, size)), low, high
-        )
-    values[: min(size, 2)] = ends[: min(size, 2)]
-    return np.asarray(values, dtype=np.float64)
-
-
-_kinds = st.sampled_from(KINDS)
 seeds = st.binary(min_size=4, max_size=4).map(lambda drawn: int.from_bytes(drawn, "big"))
 """Any 32-bit number, all equally likely; for an integer, Hypothesis would prefer small ones."""
 
@@ -242,27 +111,22 @@ def mixed(
 
     The first places hold every pair of edges.
     """
-    generator = np.random.default_rng([seed, 99])
-    drawn = [
-        bulk(dtype, kind, seed + place, size * count, finite=finite)
+    chosen = Numbers("mixed", str(seed))
+    of_kinds = [
+        bulk(dtype, kind, seed + place, size * count, finite=finite).view(count, size)
         for place, kind in enumerate(_SINGLE)
     ]
-    of_kinds = [tensor.view(count, size) for tensor in drawn]
-    which = torch.from_numpy(generator.integers(0, len(_SINGLE), (count, size)))
-    found = torch.stack(of_kinds).gather(0, which[None])[0]
-    relation = torch.from_numpy(generator.integers(0, 12, size))
+    which = chosen.integers([1, count, size], len(_SINGLE))
+    found, relation = torch.stack(of_kinds).gather(0, which)[0], chosen.integers([size], 12)
     neighbour = found[0] * (1 + torch.finfo(dtype).eps)
     for other in found[1:]:
         for number, related in enumerate((found[0], -found[0], neighbour, -neighbour)):
             torch.where(relation == number, related, other, out=other)
-    edges = torch.tensor(_edges(dtype, finite), dtype=torch.float64).to(dtype)
-    places = torch.arange(min(size, len(edges) ** 2))
+    ends = torch.tensor(_edges(dtype, finite), dtype=torch.float64).to(dtype)
+    places = torch.arange(min(size, len(ends) ** 2))
     for number, tensor in enumerate(found):
-        tensor[: len(places)] = edges[places // len(edges) ** (number % 2) % len(edges)]
-    return list(_with_signs(found, generator))
-
-
-_SINGLE = ("tame", "ties", "bits", "near", "tiny", "huge", "edges", "zeros")
+        tensor[: len(places)] = ends[places // len(ends) ** (number % 2) % len(ends)]
+    return list(found)
 
 
 @st.composite
@@ -286,46 +150,26 @@ def chunked(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Tensor, int]:
     """A flat tensor of equal chunks, each of its own kind, and how many there are: few, many tiny
     ones, or one or two long ones.
     """
-    shape = draw(st.sampled_from(["few", "few", "few", "many", "long"]))
-    if shape == "many":
-        many = [16, 17, 32, 33, 64, 100, 257]
-        # few, to shrink to
-        num_chunks, size = (
-            draw(st.sampled_from([*range(1, 10), *many * 4])),
-            draw(st.integers(1, 3)),
-        )
-        kind = draw(st.sampled_from([kind for kind in _SINGLE if kind != "bits"]))
-        return bulk(dtype, kind, draw(seeds), num_chunks * size), num_chunks
-    if shape == "long":
-        num_chunks, size = (
-            draw(st.integers(1, 2)),
-            draw(st.sampled_from([256, 257, 512, 1000, 1024, 4097])),
-        )
-        return torch.cat(
-            [bulk(dtype, draw(_kinds), draw(seeds), size) for _ in range(num_chunks)]
-        ), num_chunks
-    num_chunks, size = draw(st.one_of(st.integers(1, 5), st.integers(1, 9))), draw(_chunk_sizes)
+    few = st.tuples(st.integers(1, 5) | st.integers(1, 9), _chunk_sizes)
+    many = st.tuples(st.sampled_from([16, 17, 32, 33, 64, 100, 257]), st.integers(1, 3))
+    long = st.tuples(st.integers(1, 2), st.sampled_from([256, 257, 512, 1000, 1024, 4097]))
+    num_chunks, size = draw(st.one_of(few, few, few, many, long))
     if draw(st.integers(0, 2)) == 2:
         return torch.cat(mixed(dtype, num_chunks, draw(seeds), size)), num_chunks
+    if num_chunks > 9:
+        kind = draw(st.sampled_from(_SINGLE[:-1]))  # of any bits, too many chunks have a NaN
+        return bulk(dtype, kind, draw(seeds), num_chunks * size), num_chunks
     return torch.cat([draw(tensors(dtype, size)) for _ in range(num_chunks)]), num_chunks
 
 
 @st.composite
 def ends_near_half_a_level(draw: st.DrawFn) -> tuple[float, float]:
-    """A float32 minimum and maximum with max*scale close to k + 1/2: where S4.6's bound is tight.
-
-    ``max * 255 / (max - min) = k + 1/2`` solved for max, then moved by up to four float32 steps
-    either way.
+    """A float32 minimum and maximum with max*scale close to k + 1/2: where S4.6's bound is tight;
+    the maximum is moved by up to four float32 steps either way.
     """
-    half = draw(st.one_of(st.integers(0, 254), st.integers(255, 2**18))) + 0.5
-    magnitude = draw(st.floats(1, 2, width=32)) * 2.0 ** draw(st.integers(-10, 60))
-    low = -magnitude if half < 255 else magnitude
-    high = torch.tensor(-half * low / (255 - half), dtype=torch.float32)
-    moved = (high.view(torch.int32) + draw(st.integers(-4, 4))).view(torch.float32).item()
-    low = torch.tensor(low, dtype=torch.float32).item()
-    sign = draw(st.sampled_from([1, -1])) if half > 255 else 1
-    low, high_value = sorted((sign * low, sign * moved))
-    return low, high_value
+    low, high = Numbers(str(draw(seeds))).of("half a level", [2], "float32")
+    moved = (high.view(torch.int32) + draw(st.integers(-4, 4))).view(torch.float32)
+    return low.item(), max(low, moved).item()
 
 
 @st.composite
@@ -442,26 +286,21 @@ def _scales_and_elements(codec: str, num_chunks: int, size: int, seed: int) -> T
     """Return payloads of any bytes; scales and codes are often at the ends of their range, and the
     float32 of OneBit and NVFP4 is any.
     """
-    generator = torch.Generator().manual_seed(seed)
-    found = torch.randint(
-        0, 256, (num_chunks, payload_size(codec, size)), dtype=torch.uint8, generator=generator
-    )
+    chosen = Numbers("payloads", str(seed))
+    shape = [num_chunks, payload_size(codec, size)]
+    found = chosen.integers(shape, 256).to(torch.uint8)
     if size and codec in FORMATS:
-        edges = torch.tensor([0, 1, 2, 118, 127, 252, 253, 254, 255], dtype=torch.uint8)
+        ends = torch.tensor([0, 1, 2, 118, 126, 127, 128, 252, 253, 254, 255], dtype=torch.uint8)
+        rare = ends[chosen.integers(shape, len(ends))]
         start, blocks = FORMATS[codec].header, -(-size // FORMATS[codec].block)
-        picked = edges[torch.randint(0, len(edges), (num_chunks, blocks), generator=generator)]
-        codes = torch.tensor([0, 1, 0x7E, 0x7F, 0x80, 0xFF], dtype=torch.uint8)
-        rare = codes[torch.randint(0, len(codes), found.shape, generator=generator)]
-        found = torch.where(torch.rand(found.shape, generator=generator) < 0.2, rare, found)
-        scales = found[:, start : start + blocks]
-        scales[:] = torch.where(
-            torch.rand(num_chunks, blocks, generator=generator) < 0.5, picked, scales
-        )
+        share = torch.full(shape, 0.2)
+        share[:, start : start + blocks] = 0.5
+        found = torch.where(torch.from_numpy(chosen.unit(*shape)) < share, rare, found)
     if size and codec in ("OneBit", "NVFP4"):
         scales = torch.tensor(
             [0.0, -0.0, 1.5, -2.0, float("inf"), float("-inf"), float("nan"), 3e38, 1e-45, 7e4]
         )
-        picked = scales[torch.randint(0, 20, (num_chunks,), generator=generator) % len(scales)]
-        keep = torch.rand(num_chunks, generator=generator) < 0.3
-        found[~keep, :4] = picked.view(-1, 1).view(torch.uint8)[~keep]
+        changed = torch.from_numpy(chosen.unit(num_chunks)) < 0.7
+        picked = scales[chosen.integers([num_chunks, 1], len(scales))].view(torch.uint8)
+        found[changed, :4] = picked[changed]
     return found.view(-1)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from bagua_ref.conformance.cases.answers import stretches
-from bagua_ref.conformance.cases.case import KINDS, Case, Numbers, canonical, tensor_of
+from bagua_ref.conformance.cases.case import KINDS, Case, canonical
+from bagua_ref.conformance.cases.numbers import Numbers, tensor_of
 from bagua_ref.conformance.expected.compression_numpy import fresh
 from bagua_ref.conformance.expected.samplers_plain import Draws
 

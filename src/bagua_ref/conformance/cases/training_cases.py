@@ -124,11 +124,11 @@ def matrix_weights(draw: Draw, dtype: torch.dtype, most: int = 2) -> list[Tensor
 # Gradients.
 
 any_kind = st.sampled_from(
-    ["tame", "tame", "ties", "near", "grid", "halfway", "narrow", "constant", "zeros"]
+    ["tame", "tame", "ties", "near", "grid", "halfway", "narrow", "constant", "sparse"]
 )
-tame = st.sampled_from(["tame", "tame", "ties", "near", "zeros"])
+tame = st.sampled_from(["tame", "tame", "ties", "near", "sparse"])
 """Kinds of gradients that leave weights far from the largest number."""
-usual = st.sampled_from(["tame", "tame", "tame", "ties", "zeros"])
+usual = st.sampled_from(["tame", "tame", "tame", "ties", "sparse"])
 """Kinds of gradients whose matrices are seldom close to a lower rank."""
 
 

@@ -347,7 +347,7 @@ check_trainings(
         "S15.4.contributors",
         (),
         lambda *_: {
-            "gradients": of_kinds(st.sampled_from(["grid", "zeros", "ties"])),
+            "gradients": of_kinds(st.sampled_from(["grid", "sparse", "ties"])),
             "mean": "contributors",
             "sign": False,
         },
