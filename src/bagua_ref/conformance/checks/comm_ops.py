@@ -31,7 +31,7 @@ from bagua_ref.conformance.cases.training_cases import (
 )
 from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected import algorithms_numpy, decentralized_numpy
-from bagua_ref.conformance.expected.kernels_numpy import array
+from bagua_ref.conformance.expected.kernels_numpy import Array, array
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.lab.lab import Lab
 
@@ -52,9 +52,7 @@ def _inputs(
     return [draw(tensors(lab.dtype, size)) for _ in range(ranks)]
 
 
-def _compare_rounds(
-    lab: Lab, results: list[Any], wanted: Iterable[list[algorithms_numpy.Array]]
-) -> None:
+def _compare_rounds(lab: Lab, results: list[Any], wanted: Iterable[list[Array]]) -> None:
     """Compare each rank's elements after each round."""
     for step, ranks in enumerate(wanted):
         for rank, want in enumerate(ranks):
@@ -403,7 +401,7 @@ def _ring(lab: Lab, draw: Draw, nodes: tuple[int, ...], count: int, first: list[
     results = _run(lab, draw, nodes, method, inputs, hierarchical=between)
     model = decentralized_numpy.Ring.of([array(start)] * (len(nodes) if between else sum(nodes)))
 
-    def step(ranks: list[algorithms_numpy.Array]) -> list[algorithms_numpy.Array]:
+    def step(ranks: list[Array]) -> list[Array]:
         return model.step(ranks, lab.dtype_name)
 
     leading, run = list(nodes) if between else None, decentralized_numpy.between_leaders

@@ -164,7 +164,8 @@ for _name, (_clause, *_, _sentence) in _ELEMENTWISE.items():
 
 def _reduction(lab: Lab, chunks: Tensor, target: int, mean: bool) -> tuple[Arguments, Tensor]:
     """Return arguments of a reduction, and the chunks after it."""
-    given = {"x": chunks, "num_chunks": len(chunks), "target_chunk": target, "average": mean}
+    given: Arguments = {"num_chunks": len(chunks), "target_chunk": target, "average": mean}
+    given = {"x": chunks, **given}
     return given, answer("kernels/reduce_chunks", lab.dtype_name, given, {})["x"].view_as(chunks)
 
 
