@@ -23,7 +23,6 @@ import bagua_ref
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua_ref.communicators import gloo_sockets
 from bagua_ref.communicators.gloo_sockets import open_sockets
-from bagua_ref.env import shares_memory
 
 REFUSED = (
     "CommunicationError: this process was forked after init_process_group() and cannot use its"
@@ -165,18 +164,10 @@ def test_S2_5_a_forked_child_holds_no_socket_of_its_parents_groups() -> None:
     communicator: Any = training.module._bagua.process_group.get_global_communicator()
     found, port = open_sockets(), int(os.environ["MASTER_PORT"])
     kinds = {
-        "notes": {
-            os.fstat(one.fileno()).st_ino
-            for one in communicator._connection._ints._sockets.values()
+        "mesh": {
+            os.fstat(peer.socket.fileno()).st_ino
+            for peer in communicator._connection._mesh.peers.values()
         },
-        "memory": (
-            {
-                os.fstat(pipe.socket.fileno()).st_ino
-                for pipe in communicator._connection.memory._pipes.values()
-            }
-            if communicator._connection.memory is not None
-            else set()
-        ),
         "gloo": set(communicator._connection._gloo_sockets._sockets.values()),
         "store": {
             inode
@@ -194,11 +185,10 @@ def test_S2_5_a_forked_child_holds_no_socket_of_its_parents_groups() -> None:
     assert_undisturbed(training)
     here = counts()
     bagua_ref.barrier()  # a rank that is done closes its connections
-    assert here["notes"] == here["gloo"] == 1
-    assert here["memory"] == shares_memory()
+    assert here["mesh"] == here["gloo"] == 1
     # it listens, and both ranks have connections
     assert here["store"] > 1 if bagua_ref.get_rank() == 0 else here["store"] == 0
-    assert in_child == {"notes": 0, "memory": 0, "gloo": 0, "store": 0}
+    assert in_child == {"mesh": 0, "gloo": 0, "store": 0}
 
 
 @on_every_process(1, init=False)

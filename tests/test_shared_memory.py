@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -44,16 +43,24 @@ def sharing(nranks: int, timeout: float = 20.0, piece: int = PAGE) -> Iterator[l
     """Ranks whose slots have ``piece`` bytes, so that few elements make many pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "_LARGEST", piece)
-        found = Ranks(nranks).run(
-            lambda rank, share: shared_memory.connect(rank, nranks, share, timeout)
-        )
+        found = Ranks(nranks).run(lambda rank, share: connect(rank, nranks, share, timeout))
     memories = [one for one in found if one is not None]
     assert len(memories) == nranks
     try:
         yield memories
     finally:
         for one in memories:
-            one.close()
+            close(one)
+
+
+def connect(rank: int, nranks: int, share: Any, timeout: float) -> SharedMemory | None:
+    mesh = sockets.connect_all(rank, nranks, "", share, timeout)
+    return None if mesh is None else shared_memory.connect(mesh, share)
+
+
+def close(memory: SharedMemory) -> None:
+    """Close its sockets, as the connection does."""
+    memory._mesh.close()
 
 
 def finish(works: Iterable[Until]) -> None:
@@ -184,19 +191,19 @@ def allreduce(memory: SharedMemory, size: int = 10) -> None:
 @pytest.mark.parametrize("size", [10, 20 * PAGE])
 def test_a_rank_that_leaves_is_noticed_at_once(size: int) -> None:
     with sharing(3) as ranks:
-        threading.Timer(0.3, ranks[1].close).start()
+        threading.Timer(0.3, close, [ranks[1]]).start()
         begin = time.monotonic()
         for rank in (0, 2):
             with pytest.raises(RuntimeError, match=GONE):
                 allreduce(ranks[rank], size)
-            ranks[rank].close()  # as the connection does
+            close(ranks[rank])
         assert time.monotonic() - begin < 10
 
 
 def test_what_a_rank_sent_before_it_left_is_received() -> None:
     with sharing(2) as (stays, leaves):
         finish(leaves.exchange([(torch.full((4 * PAGE // 4,), 3.0), 0)], [], "exchange"))
-        leaves.close()
+        close(leaves)
         received = torch.zeros(4 * PAGE // 4)
         finish(stays.exchange([], [(received, 1)], "exchange"))
         assert torch.all(received == 3)
@@ -217,27 +224,6 @@ def test_a_sender_waits_for_a_receiver_only_when_its_slots_are_full(room: int) -
         if room <= 4:
             finish(receiver.exchange([], [(received, 0)], "exchange"))
             assert torch.equal(received, message)
-
-
-def test_messages_about_slots_may_come_in_pieces() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    ours.setblocking(False)
-    pipe = shared_memory._Pipe(
-        1,
-        ours,
-        [torch.zeros(PAGE, dtype=torch.uint8)] * 4,
-        [torch.ones(PAGE, dtype=torch.uint8)] * 4,
-    )
-    call = (7, 40)
-    with ours, theirs:
-        message = shared_memory._MESSAGE.pack(*call)
-        theirs.sendall(message[:11])
-        pipe.read()
-        assert not pipe.has_piece()
-        theirs.sendall(message[11:])
-        pipe.read()
-        assert pipe.has_piece()
-        assert torch.equal(pipe.peek(40, call), torch.ones(40, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +257,7 @@ def test_ranks_in_different_collectives_are_told(
         theirs = pool.submit(lambda: finish(call(other)))
         with pytest.raises(ComputingError) as raised:
             allreduce(one)
-        one.close()
+        close(one)
         assert isinstance(theirs.exception(), (ComputingError, RuntimeError))
     assert isinstance(raised.value.error, CommunicationError)
     assert "rank 1 of the group has sent" in str(raised.value.error)
@@ -294,17 +280,15 @@ def test_where_a_rank_cannot_share_memory_no_rank_does(
             raise OSError("not permitted")
         return result
 
-    def connect(rank: int, share: Any) -> SharedMemory | None:
+    def try_to(rank: int, share: Any) -> SharedMemory | None:
         place.rank = rank
-        return shared_memory.connect(rank, 3, share, 20.0)
+        return connect(rank, 3, share, 20.0)
 
     monkeypatch.setattr(module, function, maybe)
     monkeypatch.setattr(shared_memory, "_LIMIT", 0.5)
     with caplog.at_level(logging.INFO):
-        assert Ranks(3).run(connect) == [None] * 3
-    assert all(
-        line.startswith("ranks of one machine communicate over gloo") for line in caplog.messages
-    )
+        assert Ranks(3).run(try_to) == [None] * 3
+    assert all("communicate over gloo alone, which takes longer" in m for m in caplog.messages)
     assert any("not permitted" in line for line in caplog.messages)
     gc.collect()  # an open socket would warn
 

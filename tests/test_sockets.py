@@ -24,7 +24,7 @@ from tests.trainings import batch, network, wrap
 import bagua_ref
 from bagua_ref.algorithms import GradientAllReduceAlgorithm
 from bagua_ref.communicators import sockets
-from bagua_ref.communicators.sockets import IntSockets
+from bagua_ref.communicators.sockets import Mesh
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 
@@ -38,18 +38,14 @@ HOSTS = ["localhost", ""]  # TCP and Unix sockets
 
 def connect_all(
     nranks: int = 2, timeout: float = 20.0, host: str = "localhost"
-) -> list[IntSockets | None]:
-    def connect(rank: int, share: Any) -> IntSockets | None:
-        found = sockets.connect_all(rank, nranks, host, share, timeout, "ranks use gloo")
-        return None if found is None else IntSockets(found, timeout)
-
-    return Ranks(nranks).run(connect)
+) -> list[Mesh | None]:
+    return Ranks(nranks).run(
+        lambda rank, share: sockets.connect_all(rank, nranks, host, share, timeout)
+    )
 
 
 @contextmanager
-def connected(
-    nranks: int, timeout: float = 20.0, host: str = "localhost"
-) -> Iterator[list[IntSockets]]:
+def connected(nranks: int, timeout: float = 20.0, host: str = "localhost") -> Iterator[list[Mesh]]:
     found = [one for one in connect_all(nranks, timeout, host) if one is not None]
     assert len(found) == nranks
     try:
@@ -90,31 +86,34 @@ def test_a_rank_may_be_one_exchange_ahead() -> None:
         assert slow.received() == fast.received() == [[4], [3]]
 
 
-def test_a_message_may_come_in_pieces_until_the_timeout() -> None:
+def test_messages_may_come_in_pieces_until_the_timeout() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    inet = IntSockets({1: ours}, 0.3)
+    mesh = Mesh(0, {1: ours}, 0.3)
     with theirs:
-        message = sockets.array("q", [2, 7, -8]).tobytes()
-        work = inet.send([5, 6])
-        theirs.sendall(message[:11])
-        with pytest.raises(RuntimeError, match="timed out"):
-            work.wait(SOON)
-        assert not work.is_completed()
-        theirs.sendall(message[11:])
+        message = sockets.array("q", [2**32, 40, 1, 2, 7, -8]).tobytes()
+        work = mesh.send([5, 6])
+        for place in (11, 27):
+            theirs.sendall(message[:place])
+            message = message[place:]
+            with pytest.raises(RuntimeError, match="timed out"):
+                work.wait(SOON)
+            assert not work.is_completed()
+        theirs.sendall(message)
         work.wait()
-        assert inet.received() == [[5, 6], [7, -8]]
-        work = inet.send([5, 6])
+        assert mesh.received() == [[5, 6], [7, -8]]
+        assert [*mesh.peers[1].filled] == [(2**32, 40)]  # about shared memory
+        work = mesh.send([5, 6])
         with pytest.raises(RuntimeError, match="timed out"):
             work.wait()
         assert work.is_completed()
-        inet.close()
+        mesh.close()
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_rank_that_leaves_is_noticed_at_once_and_what_it_said_before_is_read(host: str) -> None:
     for index in range(2):
         with connected(3, host=host) as ranks:
-            gone = list(ranks[0]._sockets)[index]  # they are in the order of connecting
+            gone = list(ranks[0].peers)[index]
             work, begin = ranks[0].send([1]), time.monotonic()
             threading.Timer(0.1, ranks[gone].close).start()
             with pytest.raises(RuntimeError, match=GONE):
@@ -136,16 +135,15 @@ def test_a_rank_that_leaves_is_noticed_at_once_and_what_it_said_before_is_read(h
 
 def test_values_of_different_lengths_are_an_error_on_both_ranks() -> None:
     with connected(2) as (one, other):
-        one_work, other_work = one.send([1, 2]), other.send([1])
-        for _ in range(2):
-            with pytest.raises(
-                RuntimeError, match=r"rank 0 of the group sent 2 numbers, this rank 1"
-            ):
-                other_work.wait()
-        assert other_work.is_completed()
-        other.close()
-        with pytest.raises(RuntimeError, match=GONE):
-            one_work.wait()
+        works = {
+            "rank 1 of the group sent 1 numbers, this rank 2": one.send([1, 2]),
+            "rank 0 of the group sent 2 numbers, this rank 1": other.send([1]),
+        }
+        for message, work in works.items():
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=message):
+                    work.wait()
+            assert work.is_completed()
 
 
 def refuse(*_: Any) -> Any:
@@ -160,7 +158,7 @@ def test_where_a_rank_cannot_listen_or_be_reached_no_rank_uses_sockets(
 
     def cannot(rank: int, share: Any) -> None:
         place.rank = rank
-        assert sockets.connect_all(rank, 3, "localhost", share, timeout, "ranks use gloo") is None
+        assert sockets.connect_all(rank, 3, "localhost", share, timeout) is None
 
     def listens(host: str) -> socket.socket:
         return refuse() if place.rank == broken else listen(host)
@@ -170,7 +168,7 @@ def test_where_a_rank_cannot_listen_or_be_reached_no_rank_uses_sockets(
         ranks.run(cannot)
     assert ranks.shared == 2
     assert sorted("not permitted" in line for line in caplog.messages) == [False, False, True]
-    assert all(line.startswith("ranks use gloo, as not all") for line in caplog.messages)
+    assert all("gloo alone, which takes longer, as not all" in line for line in caplog.messages)
 
     def closed(host: str) -> socket.socket:
         server = listen(host)
@@ -218,7 +216,7 @@ def test_an_error_of_the_other_exchange_closes_everything() -> None:
         raise CommunicationError("a rank has died")
 
     with pytest.raises(CommunicationError, match="a rank has died"):
-        sockets.connect_all(0, 2, "localhost", share, 20.0, "")
+        sockets.connect_all(0, 2, "localhost", share, 20.0)
     gc.collect()
 
 
@@ -228,7 +226,7 @@ def test_addresses_of_the_sixth_version() -> None:
     except OSError:
         pytest.skip("there are no addresses of version 6 here")
     with connected(2, host="::1") as (one, other):
-        assert one._sockets[1].family == other._sockets[0].family == socket.AF_INET6
+        assert one.peers[1].socket.family == other.peers[0].socket.family == socket.AF_INET6
 
 
 def test_a_forked_child_leaves_the_sockets_to_its_parent_and_forgotten_ones_are_closed() -> None:
@@ -264,8 +262,8 @@ def train(
             optimizer.step()
     connection: Any = module._bagua.process_group.get_global_communicator()._connection
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    between = connection._ints._sockets.values() if connection._ints is not None else ()
-    return weights, {one.family for one in between}
+    between = connection._mesh.peers.values() if connection._mesh is not None else ()
+    return weights, {peer.socket.family for peer in between}
 
 
 def open_sockets() -> int:

@@ -26,7 +26,7 @@ from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
 from bagua_ref.communicators.processes import keep_forever
 from bagua_ref.communicators.rendezvous import Prefixed, another_connection, first_sentence, host_of
 from bagua_ref.communicators.shared_memory import SharedMemory
-from bagua_ref.communicators.sockets import IntSockets, Sockets, connect_all
+from bagua_ref.communicators.sockets import Mesh, connect_all
 from bagua_ref.errors import CommunicationError
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
@@ -69,7 +69,7 @@ class Connection:
         """The works of the exchange of integers that is under way."""
         self.memory: SharedMemory | None = None
         """Replaces gloo for tensors on the host, if all ranks share some."""
-        self._ints: IntSockets | None = None
+        self._mesh: Mesh | None = None
         """Replaces gloo for integers, if all ranks can reach each other."""
         self._seconds, self._timeout = timeout, timedelta(seconds=timeout)
         self._turn = threading.Lock()
@@ -90,13 +90,12 @@ class Connection:
         # for all.
         found.find(self._share(found.listening), rank)
         self._gloo_sockets = found
-        if shares_memory and len(ranks) > 1:
-            self.memory = shared_memory.connect(rank, len(ranks), self._share, timeout)
-        host = "" if self.memory is not None else host_of(store)
-        otherwise = "ranks compare their calls over gloo, which takes a step a little longer"
-        sockets = connect_all(rank, len(ranks), host, self._share, timeout, otherwise)
-        if sockets is not None:
-            self._ints = IntSockets(sockets, timeout)
+        host = "" if shares_memory else host_of(store)
+        self._mesh = connect_all(rank, len(ranks), host, self._share, timeout)
+        if self._mesh is not None and shares_memory and len(ranks) > 1:
+            self.memory = shared_memory.connect(self._mesh, self._share)
+            if self.memory is None:
+                self._mesh = None
 
     def exchange_ints(
         self, values: Sequence[int], collective: str = "agreement"
@@ -106,9 +105,9 @@ class Connection:
 
         One exchange can be under way at a time; errors as `run`.
         """
-        if (ints := self._ints) is None:
+        if (mesh := self._mesh) is None:
             return self._exchange_over_gloo(values, collective)
-        return self._begin(lambda _: ints.send(values), ints.received, collective, ints.is_complete)
+        return self._begin(lambda _: mesh.send(values), mesh.received, collective, mesh.is_complete)
 
     def compare(self, collective: str, call: str) -> None:
         """Raise CommunicationError, on all ranks, if they do not make the same ``call``.
@@ -331,13 +330,10 @@ class Connection:
         """Close a forked child's copies of all sockets: they must end with the parent, or its peers
         would wait for it.
         """
-        for direct in self._direct():
-            direct.close()
+        if self._mesh is not None:
+            self._mesh.close()
         if self._gloo_sockets is not None:
             self._gloo_sockets.close_in_child()
-
-    def _direct(self) -> list[Sockets]:
-        return [direct for direct in (self._ints, self.memory) if direct is not None]
 
     def _nccl_group(self) -> Any:
         if self._nccl is None:
@@ -358,24 +354,30 @@ class Connection:
                 "ranks share a GPU, which NCCL refuses; init_process_group(backend='gloo') moves"
                 " data through the host's memory"
             )
-        hung_up = {self.ranks[peer] for direct in self._direct() for peer in direct.hung_up()}
         self._closed = self._closed or f"it failed earlier, in {collective}"
         if interrupted:
             failure = self._kind_of_end(
                 f"{collective} on {self._title} failed; {interrupted} ({first_sentence(error)})"
             )
         else:
+            hung_up = self._mesh.hung_up() if self._mesh is not None else ()
             # before the connections close, which would end the waits of ranks that have come
             failure = self._peers.failure(
-                collective, self.name, self.ranks, self._place, error, self._seconds, hung_up
+                collective,
+                self.name,
+                self.ranks,
+                self._place,
+                error,
+                self._seconds,
+                {self.ranks[peer] for peer in hung_up},
             )
         self._drop()
         return failure
 
     def _drop(self) -> None:
         nccl, self._nccl, self._gloo, self._begun = self._nccl, None, None, []
-        for direct in self._direct():
-            direct.close()
+        if self._mesh is not None:
+            self._mesh.close()
         if self._gloo_sockets is not None:  # gloo closes them later, or never while it waits
             self._gloo_sockets.shut_down()
         if nccl is not None:

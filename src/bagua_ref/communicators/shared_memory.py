@@ -8,16 +8,12 @@ message: an all-reduce takes three to five times as long.
 from __future__ import annotations
 
 import logging
-import math
 import mmap
 import os
-import select
 import socket
-import struct
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,14 +22,7 @@ from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.pipelining import OtherCallError, compute
 from bagua_ref.communicators.processes import machine
-from bagua_ref.communicators.sockets import (
-    Sockets,
-    Until,
-    close_sockets,
-    connect_all,
-    receive,
-    send,
-)
+from bagua_ref.communicators.sockets import Mesh, Peer, Until
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
@@ -52,45 +41,29 @@ _LIMIT = 5.0
 """Seconds in which every rank must have shared its memory, or half of the group's timeout if that
 is less.
 """
-_MESSAGE = struct.Struct("<qq")
-"""A message about a slot: the call and the size of the tensor in it, or `_TAKEN` if it may be
-filled again.
-"""
-_TAKEN = (0, 0)
-_OTHERWISE = "ranks of one machine communicate over gloo, which takes longer"
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _logger = logging.getLogger(__name__)
 
 
 class _Pipe:
-    """Slots that this rank fills for a peer, slots that the peer fills for this rank, and a socket
-    for messages about them.
-    """
+    """Slots that this rank fills for a peer, and slots that the peer fills for this rank."""
 
-    def __init__(
-        self, peer: int, connected: socket.socket, own: Sequence[Tensor], theirs: Sequence[Tensor]
-    ) -> None:
-        self.peer, self.socket, self._own, self._theirs = peer, connected, own, theirs
+    def __init__(self, peer: Peer, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+        self.peer, self._own, self._theirs = peer, own, theirs
         self._put = self._taken = 0
-        self._free = len(own)
-        self._filled: deque[tuple[int, int]] = deque()
-        self._received = b""
-        self.end_reason = ""
-        """The reason that the peer sends nothing more, "" while it may."""
 
     def has_room(self) -> bool:
-        return self._free > 0
+        return self._put - self.peer.taken < _SLOTS
 
     def has_piece(self) -> bool:
-        return bool(self._filled)
+        return bool(self.peer.filled)
 
     def put(self, piece: Tensor, call: tuple[int, int]) -> None:
         """Copy ``piece``, bytes of a message, into a free slot."""
         self._own[self._put % _SLOTS][: piece.numel()].copy_(piece)
         self._put += 1
-        self._free -= 1
-        self._send(call)
+        self.peer.send(*call)
 
     def peek(self, size: int, call: tuple[int, int]) -> Tensor:
         """Return the ``size`` bytes in the first filled slot, which belong to ``call``.
@@ -98,11 +71,11 @@ class _Pipe:
         Raises:
             OtherCallError: the peer has sent them in another collective, or with another size.
         """
-        if (theirs := self._filled[0]) != call:
+        if (theirs := self.peer.filled[0]) != call:
             what = f"{theirs[1]} bytes" if theirs[0] == call[0] else "data of another collective"
             raise OtherCallError(
                 CommunicationError(
-                    f"rank {self.peer} of the group has sent {what}, where this rank expects"
+                    f"rank {self.peer.rank} of the group has sent {what}, where this rank expects"
                     f" {call[1]} bytes"
                 )
             )
@@ -110,34 +83,12 @@ class _Pipe:
 
     def release(self) -> None:
         """Let the peer fill that slot again."""
-        self._filled.popleft()
+        self.peer.filled.popleft()
         self._taken += 1
-        if not self.end_reason:
-            self._send(_TAKEN)
-
-    def read(self) -> None:
-        """Read the peer's messages, without waiting."""
-        whole = self._received
-        try:
-            whole += receive(self.socket, 4096)
-        except RuntimeError as error:
-            self.end_reason = str(error)
-        end = len(whole) - len(whole) % _MESSAGE.size
-        self._received = whole[end:]
-        for message in _MESSAGE.iter_unpack(whole[:end]):
-            if message == _TAKEN:
-                self._free += 1
-            else:
-                self._filled.append(message)
-
-    def _send(self, message: tuple[int, int]) -> None:
-        try:
-            send([self.socket], _MESSAGE.pack(*message))
-        except RuntimeError as error:
-            self.end_reason = self.end_reason or str(error)
+        self.peer.send_taken()
 
 
-class SharedMemory(Sockets):
+class SharedMemory:
     """Movement between all ranks of a group, which share memory.
 
     A tensor moves in pieces. The sender copies a piece into a free slot of its memory, and notifies
@@ -146,35 +97,14 @@ class SharedMemory(Sockets):
     others notice as they would over a network.
 
     Args:
-        rank: this rank.
-        sockets: a connected socket to each other rank.
+        mesh: the sockets to the other ranks.
         slots: for each other rank, the slots to fill for it, and those that it fills.
-        timeout: seconds without progress after which waiting for a rank has failed.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        sockets: dict[int, socket.socket],
-        slots: dict[int, tuple[list[Tensor], list[Tensor]]],
-        timeout: float,
-    ) -> None:
-        super().__init__(sockets)
-        self._rank, self._nranks, self._timeout = rank, len(sockets) + 1, timeout
+    def __init__(self, mesh: Mesh, slots: Mapping[int, tuple[list[Tensor], list[Tensor]]]) -> None:
+        self._mesh, self._rank, self._nranks = mesh, mesh.rank, len(slots) + 1
         self._piece = next(iter(slots.values()))[0][0].numel()
-        self._pipes = {peer: _Pipe(peer, sockets[peer], *slots[peer]) for peer in sorted(sockets)}
-        self._by_file = {pipe.socket.fileno(): pipe for pipe in self._pipes.values()}
-        self._poll = select.poll()
-        for connected in sockets.values():
-            self._poll.register(connected, select.POLLIN)
-
-    def _listen(self, seconds: float) -> None:
-        """Read messages of all ranks, after waiting for the first for ``seconds`` at most."""
-        for file, _ in self._poll.poll(max(1, math.ceil(1000 * seconds))):
-            pipe = self._by_file[file]
-            pipe.read()
-            if pipe.end_reason:
-                self._poll.unregister(file)
+        self._pipes = {peer: _Pipe(one, *slots[peer]) for peer, one in mesh.peers.items()}
 
     def exchange(
         self,
@@ -226,13 +156,13 @@ class SharedMemory(Sockets):
         number = len(chunks[0])
         for place in range(number + 2):
             for pipe in self._pipes.values():
-                if place < len(chunks[pipe.peer]):
-                    yield from self._put(pipe, chunks[pipe.peer][place], call)
+                if place < len(chunks[pipe.peer.rank]):
+                    yield from self._put(pipe, chunks[pipe.peer.rank][place], call)
             if 0 <= place - 1 < len(own):
                 piece = own[place - 1]
                 theirs = {self._rank: piece}
                 for peer, pipe in self._pipes.items():
-                    yield from self._until(pipe, pipe.has_piece)
+                    yield from self._mesh.until(pipe.peer, pipe.has_piece)
                     theirs[peer] = pipe.peek(piece.nbytes, call).view(piece.dtype)
                 combined = combine(
                     [theirs[r] for r in range(self._nranks)],
@@ -261,29 +191,15 @@ class SharedMemory(Sockets):
         return found
 
     def _put(self, pipe: _Pipe, piece: Tensor, call: tuple[int, int]) -> Iterator[Until]:
-        yield from self._until(pipe, pipe.has_room)
+        yield from self._mesh.until(pipe.peer, pipe.has_room)
         pipe.put(piece.view(torch.uint8), call)
-        if pipe.end_reason:
-            raise RuntimeError(pipe.end_reason)
+        if pipe.peer.end_reason:
+            raise RuntimeError(pipe.peer.end_reason)
 
     def _take(self, pipe: _Pipe, piece: Tensor, call: tuple[int, int]) -> Iterator[Until]:
-        yield from self._until(pipe, pipe.has_piece)
+        yield from self._mesh.until(pipe.peer, pipe.has_piece)
         piece.view(torch.uint8).copy_(pipe.peek(piece.nbytes, call))
         pipe.release()
-
-    def _until(self, pipe: _Pipe, holds: Callable[[], bool]) -> Iterator[Until]:
-        if not holds():
-            pipe.read()
-            if not holds():
-
-                def step(seconds: float) -> bool:
-                    if seconds:
-                        self._listen(seconds)
-                    if not holds() and pipe.end_reason:
-                        raise RuntimeError(pipe.end_reason)
-                    return holds()
-
-                yield Until(step, self._timeout)
 
 
 def shared_by() -> str:
@@ -295,40 +211,36 @@ def shared_by() -> str:
     return machine("net") if hasattr(os, "memfd_create") and shares_memory() else ""
 
 
-def connect(
-    rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[int]]], timeout: float
-) -> SharedMemory | None:
-    """Share memory with all ranks of a group on this machine; return None, on every rank, if that
-    fails on some.
+def connect(mesh: Mesh, share: Callable[[Sequence[int]], list[list[int]]]) -> SharedMemory | None:
+    """Share memory with all ranks of ``mesh``, two or more on this machine; return None, on every
+    rank, and close the mesh if that fails on some.
 
     Args:
-        rank: this rank.
-        nranks: the number of ranks, two or more.
+        mesh: Unix sockets.
         share: exchanges int64 in another way; its exceptions are raised here, too.
-        timeout: seconds without progress after which waiting for a rank has failed.
     """
-    sockets = connect_all(rank, nranks, "", share, timeout, _OTHERWISE)
-    if sockets is None:
-        return None
     slots, why = {}, ""
     try:
-        slots = _share_slots(rank, sockets, min(_LIMIT, timeout / 2))
+        slots = _share_slots(mesh, min(_LIMIT, mesh.timeout / 2))
     except OSError as error:
         why = f": {error}"
-        close_sockets(sockets, os.getpid())  # or the others would wait for this rank's memory
+        mesh.close()  # or the others would wait for this rank's memory
     if all(has_slots for (has_slots,) in share([int(bool(slots))])):
-        return SharedMemory(rank, sockets, slots, timeout)
-    close_sockets(sockets, os.getpid())
-    _logger.info("%s, as they cannot share memory%s", _OTHERWISE, why)
+        return SharedMemory(mesh, slots)
+    mesh.close()
+    _logger.info(
+        "ranks of one machine communicate over gloo alone, which takes longer, as they cannot share"
+        " memory%s",
+        why,
+    )
     return None
 
 
-def _share_slots(
-    rank: int, sockets: dict[int, socket.socket], limit: float
-) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+def _share_slots(mesh: Mesh, limit: float) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
     """Return the slots that this rank fills for each peer, in memory of its own, and those that the
     peer fills.
     """
+    rank, sockets = mesh.rank, {rank: peer.socket for rank, peer in mesh.peers.items()}
     nranks = len(sockets) + 1
     piece = (
         min(_LARGEST, _BUDGET // (_SLOTS * (nranks - 1))) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -351,6 +263,7 @@ def _share_slots(
         for peer, connected in sockets.items():
             connected.settimeout(max(0.001, deadline - time.monotonic()))
             received, found, _, _ = socket.recv_fds(connected, 1, 1)
+            connected.setblocking(False)
             if len(found) != 1:
                 raise OSError(f"rank {peer} of the group sent {received!r} instead of its memory")
             files[peer] = found[0]
@@ -367,5 +280,5 @@ def _in_pieces(flat: Tensor, size: int) -> Sequence[Tensor]:
 
 
 def _call(name: str, tensor: Tensor) -> tuple[int, int]:
-    """Return the message that all filled slots of a collective share, other than `_TAKEN`."""
+    """Return the message about each piece of a collective."""
     return zlib.crc32(name.encode()) | 2**32, tensor.nbytes

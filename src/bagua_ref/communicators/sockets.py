@@ -1,5 +1,5 @@
-"""Sockets between all ranks of a group, connected with the help of a slower channel, and exchanges
-of a few int64 over them.
+"""Sockets between all ranks of a group, connected with the help of a slower channel, and messages
+over them: a few int64 that all ranks exchange, and notes about pieces in shared memory.
 
 A message waits in the operating system until it is read, so that no thread wakes for it. A message
 of gloo wakes a thread at both ends twice, which takes half a millisecond of a step on two cores.
@@ -15,13 +15,14 @@ import os
 import secrets
 import select
 import socket
+import struct
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
-from multiprocessing.connection import wait
 
 _logger = logging.getLogger(__name__)
 _LIMIT = 5.0
@@ -30,16 +31,17 @@ less.
 """
 _GREETING = 0.5
 """Seconds in which a process that connects must authenticate itself."""
-_HANG_UP = getattr(select, "POLLRDHUP", 0)
-"""Linux reports a closed connection before its data have been read; elsewhere there is no such
-flag.
-"""
 _LONGEST = 256
 """Bytes of the message with which a rank announces its address."""
 _TOKEN = 16
 """Bytes of a rank's secret, with which the others authenticate themselves; their number follows, in
 four bytes.
 """
+_HEADER = struct.Struct("<qq")
+"""The beginning of a message: `_INTS` and how many follow; `_TAKEN` and 0; or, about a piece in
+shared memory, the collective that it belongs to, 2**32 or more, and its tensor's size in bytes.
+"""
+_TAKEN, _INTS = 0, 1
 
 
 def connect_all(
@@ -48,10 +50,9 @@ def connect_all(
     host: str,
     share: Callable[[Sequence[int]], list[list[int]]],
     timeout: float,
-    otherwise: str,
-) -> dict[int, socket.socket] | None:
-    """Connect all ranks of a group; return this one's socket to each other rank, or None, on every
-    rank, if some were not connected within five seconds, or half of ``timeout``.
+) -> Mesh | None:
+    """Connect all ranks of a group; return this one's sockets, or None, on every rank, if some were
+    not connected within five seconds, or half of ``timeout``.
 
     Any process may connect to a rank that listens; those without its secret are disconnected.
 
@@ -61,8 +62,8 @@ def connect_all(
         host: a machine that all ranks reach; this rank listens on the address from which it would
             connect to it. "": all ranks are on one machine, and use Unix sockets.
         share: exchanges equally many int64 with every rank; its exceptions are raised here, too.
-        timeout: seconds that the other ranks wait in ``share``.
-        otherwise: the words that say, in the log, what happens without the sockets.
+        timeout: seconds that the other ranks wait in ``share``, and that any wait for a message
+            lasts at most.
     """
     token, server, place, why = secrets.token_bytes(_TOKEN), None, [], ""
     try:
@@ -98,13 +99,17 @@ def connect_all(
         except OSError as error:
             why = f": {error}"
         if not all(all_of_them for (all_of_them,) in share([int(len(sockets) == nranks - 1)])):
-            _logger.info("%s, as not all ranks can reach each other directly%s", otherwise, why)
+            _logger.info(
+                "ranks communicate over gloo alone, which takes longer, as not all can reach each"
+                " other directly%s",
+                why,
+            )
             return None
         opened.pop_all()
     for connected in sockets.values():
         if host:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sockets
+    return Mesh(rank, sockets, timeout)
 
 
 def _listen(host: str) -> socket.socket:
@@ -147,30 +152,178 @@ def close_sockets(sockets: Mapping[int, socket.socket], pid: int) -> None:
         connected.close()
 
 
-class Sockets:
-    """A socket to each other rank of a group, used without waiting.
+class Peer:
+    """The socket to another rank, used without waiting, and the messages that came through it.
 
-    Args:
-        sockets: the connected sockets, by rank.
+    Attributes:
+        rank: the other rank.
+        socket: a connected socket.
+        ints: lists of numbers that it has sent, oldest first.
+        filled: the collective and size of each piece that it has put into shared memory.
+        taken: how many pieces of this rank it has taken from there.
+        end_reason: the reason that nothing more comes, "" while it may.
     """
 
-    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
-        for connected in sockets.values():
-            connected.setblocking(False)
-        self._sockets = sockets
-        self.close = weakref.finalize(self, close_sockets, sockets, os.getpid())
-        """Close the sockets, which the other ranks notice; also called when this is
-        garbage-collected.
+    def __init__(self, rank: int, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self.rank, self.socket = rank, connected
+        self.ints: deque[tuple[int, ...]] = deque()
+        self.filled: deque[tuple[int, int]] = deque()
+        self.taken = 0
+        self.end_reason = ""
+        self._received = b""
+
+    def send(self, kind: int, size: int, *values: int) -> None:
+        """Send a message; there is room for hundreds, and no rank is two ahead.
+
+        Raises:
+            RuntimeError: there is no room.
         """
+        message = _HEADER.pack(kind, size) + struct.pack(f"<{len(values)}q", *values)
+        try:
+            sent = self.socket.send(message)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self.end_reason = self.end_reason or str(error)
+            return
+        if sent < len(message):
+            raise RuntimeError(f"rank {self.rank} of the group does not read its messages")
+
+    def send_taken(self) -> None:
+        """Let the other rank fill a slot of its memory again."""
+        self.send(_TAKEN, 0)
+
+    def read(self) -> bool:
+        """Read what has come; return whether that was anything."""
+        received = b""
+        try:
+            received = self.socket.recv(4096)
+            why = "connection closed by peer"
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            why = str(error)
+        if not received:
+            self.end_reason = self.end_reason or why
+            return False
+        data, begin = self._received + received, 0
+        while len(data) - begin >= _HEADER.size:
+            kind, size = _HEADER.unpack_from(data, begin)
+            end = begin + _HEADER.size + (8 * size if kind == _INTS else 0)
+            if len(data) < end:
+                break
+            if kind == _INTS:
+                self.ints.append(struct.unpack_from(f"<{size}q", data, begin + _HEADER.size))
+            elif kind == _TAKEN:
+                self.taken += 1
+            else:
+                self.filled.append((kind, size))
+            begin = end
+        self._received = data[begin:]
+        return True
+
+
+class Mesh:
+    """The other ranks of a group, and one exchange of integers with them at a time.
+
+    Args:
+        rank: this rank.
+        sockets: a connected socket to each other rank.
+        timeout: seconds after which a wait for messages has failed.
+
+    Attributes:
+        peers: the other ranks, in their order.
+        close: closes the sockets, which the other ranks notice; also called when this is
+            garbage-collected.
+    """
+
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout: float) -> None:
+        self.rank, self.timeout = rank, timeout
+        self.peers = {peer: Peer(peer, sockets[peer]) for peer in sorted(sockets)}
+        self._by_file = {peer.socket.fileno(): peer for peer in self.peers.values()}
+        self._poll = select.poll()
+        for file in self._by_file:
+            self._poll.register(file, select.POLLIN)
+        self._values: dict[int, list[int]] = {}
+        self._missing: list[Peer] = []
+        self.close = weakref.finalize(self, close_sockets, sockets, os.getpid())
         self.close.atexit = False
 
+    def send(self, values: Sequence[int]) -> Until:
+        """Send ``values``, a few int64, to every other rank; return the wait for theirs.
+
+        Raises:
+            RuntimeError: a rank has left, or the last exchange has not been waited for.
+        """
+        if self._missing:
+            raise RuntimeError("the last exchange has not been waited for")
+        self._values, self._missing = {self.rank: list(values)}, list(self.peers.values())
+        for peer in self._missing:
+            peer.send(_INTS, len(values), *values)
+            if peer.end_reason:
+                raise RuntimeError(peer.end_reason)
+        return Until(self.is_complete, self.timeout)
+
+    def is_complete(self, seconds: float = 0.0) -> bool:
+        """Read, waiting at most ``seconds``; return whether the exchange is complete.
+
+        Raises:
+            RuntimeError: it will never be.
+        """
+        if seconds:
+            self._listen(seconds)
+        for peer in self._missing.copy():
+            if not peer.ints:
+                peer.read()
+            if peer.ints:
+                own, theirs = self._values[self.rank], peer.ints[0]
+                if len(theirs) != len(own):
+                    raise RuntimeError(
+                        f"rank {peer.rank} of the group sent {len(theirs)} numbers, this rank"
+                        f" {len(own)}"
+                    )
+                self._values[peer.rank] = list(peer.ints.popleft())
+                self._missing.remove(peer)
+            elif peer.end_reason:
+                raise RuntimeError(peer.end_reason)
+        return not self._missing
+
+    def received(self) -> list[list[int]]:
+        """Return the values of all ranks, once the exchange is complete."""
+        return [self._values[rank] for rank in range(len(self._values))]
+
+    def until(self, peer: Peer, holds: Callable[[], bool]) -> Iterator[Until]:
+        """Yield a wait for messages until ``holds()``, which ``peer`` must make true; nothing if it
+        does.
+        """
+        if not holds():
+            peer.read()
+            if not holds():
+
+                def step(seconds: float) -> bool:
+                    if seconds:
+                        self._listen(seconds)
+                    if not holds() and peer.end_reason:
+                        raise RuntimeError(peer.end_reason)
+                    return holds()
+
+                yield Until(step, self.timeout)
+
     def hung_up(self) -> list[int]:
-        """Return the ranks that have closed their ends."""
-        poll = select.poll()
-        peers = {one.fileno(): peer for peer, one in self._sockets.items() if one.fileno() >= 0}
-        for file in peers:
-            poll.register(file, _HANG_UP)
-        return [peers[file] for file, _ in poll.poll(0)]
+        """Return the ranks that have closed their ends; what they sent before is read."""
+        for peer in self.peers.values():
+            while peer.read():
+                pass
+        return [rank for rank, peer in self.peers.items() if peer.end_reason]
+
+    def _listen(self, seconds: float) -> None:
+        """Read messages of all ranks, after waiting for the first for ``seconds`` at most."""
+        for file, _ in self._poll.poll(max(1, math.ceil(1000 * seconds))):
+            peer = self._by_file[file]
+            peer.read()
+            if peer.end_reason:
+                self._poll.unregister(file)
 
 
 class Until:
@@ -205,96 +358,6 @@ class Until:
         while not self._step(left):
             if (left := until - time.monotonic()) <= 0:
                 raise RuntimeError("timed out")
-
-
-class IntSockets(Sockets):
-    """A socket to each other rank of a group, and one exchange at a time.
-
-    Args:
-        sockets: a connected socket to each other rank.
-        timeout: seconds of waiting after which an exchange has failed.
-    """
-
-    def __init__(self, sockets: dict[int, socket.socket], timeout: float) -> None:
-        super().__init__(sockets)
-        self._timeout = timeout
-        self._values: Sequence[int] = []
-        self._bytes: dict[int, bytes] = {}
-        self._missing: dict[socket.socket, int] = {}
-
-    def send(self, values: Sequence[int]) -> Until:
-        """Send ``values``, a few int64, to every other rank; return the wait for theirs.
-
-        Raises:
-            RuntimeError: a rank has left, or the last exchange has not been waited for.
-        """
-        if self._missing:
-            raise RuntimeError("the last exchange has not been waited for")
-        self._values = values
-        self._bytes = dict.fromkeys(self._sockets, b"")
-        self._missing = {one: peer for peer, one in self._sockets.items()}
-        send(self._sockets.values(), array("q", [len(values), *values]).tobytes())
-        return Until(self.is_complete, self._timeout)
-
-    def is_complete(self, seconds: float = 0.0) -> bool:
-        """Read, waiting at most ``seconds``; return whether the exchange is complete.
-
-        Raises:
-            RuntimeError: it will never be.
-        """
-        if seconds:
-            wait(list(self._missing), seconds)
-        size = 8 * (1 + len(self._values))
-        for connected, peer in list(self._missing.items()):
-            if (left := size - len(self._bytes[peer])) > 0:
-                self._bytes[peer] += receive(connected, left)
-            if len(self._bytes[peer]) == size:
-                if (length := array("q", self._bytes[peer])[0]) != len(self._values):
-                    raise RuntimeError(
-                        f"rank {peer} of the group sent {length} numbers, this rank"
-                        f" {len(self._values)}"
-                    )
-                del self._missing[connected]
-        return not self._missing
-
-    def received(self) -> list[list[int]]:
-        """Return the values of all ranks, once the exchange is complete."""
-        theirs = {peer: array("q", received).tolist()[1:] for peer, received in self._bytes.items()}
-        return [
-            theirs[rank] if rank in theirs else list(self._values)
-            for rank in range(len(theirs) + 1)
-        ]
-
-
-def send(sockets: Collection[socket.socket], message: bytes) -> None:
-    """Send a small ``message`` without waiting: there is room for hundreds, and no rank is two
-    ahead.
-
-    Raises:
-        RuntimeError: a rank has left.
-    """
-    try:
-        for connected in sockets:
-            if connected.send(message) < len(message):
-                raise RuntimeError("a rank does not read its messages")
-    except OSError as error:
-        raise RuntimeError(str(error)) from None
-
-
-def receive(connected: socket.socket, size: int) -> bytes:
-    """Return up to ``size`` bytes that have come, without waiting.
-
-    Raises:
-        RuntimeError: no more will come.
-    """
-    try:
-        if received := connected.recv(size):
-            return received
-    except BlockingIOError:
-        return b""
-    except OSError as error:
-        raise RuntimeError(str(error)) from None
-    raise RuntimeError("connection closed by peer")
 
 
 def _left(deadline: float) -> float:
