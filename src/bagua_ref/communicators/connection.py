@@ -4,6 +4,7 @@ at the first failure.
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 import weakref
@@ -23,7 +24,7 @@ from bagua_ref.communicators import shared_memory
 from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
 from bagua_ref.communicators.missing import Peers, title
 from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
-from bagua_ref.communicators.processes import keep_forever
+from bagua_ref.communicators.processes import keep_forever, refuse_in_child
 from bagua_ref.communicators.rendezvous import Prefixed, another_connection, first_sentence, host_of
 from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.communicators.sockets import Mesh, connect_all
@@ -72,7 +73,7 @@ class Connection:
         self._mesh: Mesh | None = None
         """Replaces gloo for integers, if all ranks can reach each other."""
         self._seconds, self._timeout = timeout, timedelta(seconds=timeout)
-        self._turn = threading.Lock()
+        self._turn, self._pid = threading.Lock(), os.getpid()
         self._closed = ""
         self._kind_of_end: type[CommunicationError] = CommunicationError
         self._gloo: Any = None
@@ -91,11 +92,15 @@ class Connection:
         found.find(self._share(found.listening), rank)
         self._gloo_sockets = found
         host = "" if shares_memory else host_of(store)
-        self._mesh = connect_all(rank, len(ranks), host, self._share, timeout)
-        if self._mesh is not None and shares_memory and len(ranks) > 1:
-            self.memory = shared_memory.connect(self._mesh, self._share)
+        mesh = connect_all(rank, len(ranks), host, self._share, timeout)
+        if mesh is not None and shares_memory and len(ranks) > 1:
+            self.memory = shared_memory.connect(mesh, self._share)
             if self.memory is None:
-                self._mesh = None
+                return
+        self._mesh = mesh
+
+    def _share(self, values: Sequence[int]) -> list[list[int]]:
+        return self.exchange_ints(values, "connect")()
 
     def exchange_ints(
         self, values: Sequence[int], collective: str = "agreement"
@@ -105,9 +110,30 @@ class Connection:
 
         One exchange can be under way at a time; errors as `run`.
         """
-        if (mesh := self._mesh) is None:
-            return self._exchange_over_gloo(values, collective)
-        return self._begin(lambda _: mesh.send(values), mesh.received, collective, mesh.is_complete)
+        self._exchanges += 1
+        place, mesh = f"agreement {self._exchanges}", self._mesh
+        if mesh is not None:
+            received = mesh.received
+            self.run(collective, lambda _: [mesh.send(values)], waits=False)
+        else:  # by an interruptible all-to-all, which unlike an all-gather passes them on by no ring
+            copies = torch.tensor(values, dtype=torch.int64).repeat(len(self.ranks))
+            incoming = torch.empty_like(copies)
+            received = incoming.view(len(self.ranks), -1).tolist
+            self.run(
+                collective,
+                lambda group: [group.alltoall_base(incoming, copies, [], [])],
+                waits=False,
+            )
+
+        def finish() -> list[list[int]]:
+            with suppress(RuntimeError):
+                # mostly it is, and this takes half the time
+                if mesh is not None and not self._closed and mesh.is_complete():
+                    return received()
+            self.run(collective, lambda _: self._begun, place=place)
+            return received()
+
+        return finish
 
     def compare(self, collective: str, call: str) -> None:
         """Raise CommunicationError, on all ranks, if they do not make the same ``call``.
@@ -118,45 +144,6 @@ class Connection:
             why = self._peers.different_calls(self.name, self.ranks, call)
             self.abort(why)
             raise CommunicationError(why)
-
-    def _share(self, values: Sequence[int]) -> list[list[int]]:
-        return self._exchange_over_gloo(values, "connect")()
-
-    def _exchange_over_gloo(
-        self, values: Sequence[int], collective: str = "agreement"
-    ) -> Callable[[], list[list[int]]]:
-        """Exchange integers by an interruptible all-to-all; unlike an all-gather, it does not pass
-        them around a ring.
-        """
-        copies = torch.tensor(values, dtype=torch.int64).repeat(len(self.ranks))
-        received = torch.empty_like(copies)
-        by_rank = received.view(len(self.ranks), -1)
-        return self._begin(
-            lambda group: group.alltoall_base(received, copies, [], []), by_rank.tolist, collective
-        )
-
-    def _begin(
-        self,
-        start: Callable[[Any], Any],
-        result: Callable[[], list[list[int]]],
-        collective: str = "agreement",
-        is_complete: Callable[[], bool] = lambda: False,
-    ) -> Callable[[], list[list[int]]]:
-        """Start an exchange of integers, as `run` would; return a function that waits for it and
-        returns its result.
-        """
-        self._exchanges += 1
-        place = f"agreement {self._exchanges}"
-        self.run(collective, lambda group: [start(group)], waits=False)
-
-        def finish() -> list[list[int]]:
-            with suppress(RuntimeError):
-                if not self._closed and is_complete():  # mostly it is, and this takes half the time
-                    return result()
-            self.run(collective, lambda _: self._begun, place=place)
-            return result()
-
-        return finish
 
     def run(
         self,
@@ -194,6 +181,7 @@ class Connection:
             Exception: a computation of ``start`` between works failed, which is reported to the
                 other ranks. It cannot be retried.
         """
+        refuse_in_child(self._pid)
         if not self._turn.acquire(blocking=False):
             why = self._closed or (
                 "another thread is inside a collective of this communicator, and two at once would"
@@ -277,6 +265,7 @@ class Connection:
 
     def interrupt(self, reason: str, kind: type[CommunicationError] = CommunicationError) -> None:
         """Let the collective in progress and later ones raise an error of this ``kind``."""
+        refuse_in_child(self._pid)
         if not self._closed:
             self._closed, self._kind_of_end = reason, kind
         if self._gloo_sockets is not None:  # gloo itself cannot be interrupted in send and recv
@@ -328,8 +317,10 @@ class Connection:
 
     def close_in_child(self) -> None:
         """Close a forked child's copies of all sockets: they must end with the parent, or its peers
-        would wait for it.
+        would wait for it. Destroying the rest would end the parent's connections, too: both
+        processes share the epoll set that watches its sockets.
         """
+        keep_forever(self)
         if self._mesh is not None:
             self._mesh.close()
         if self._gloo_sockets is not None:

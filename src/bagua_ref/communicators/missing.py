@@ -621,21 +621,15 @@ class Peers:
             pause = _TICK if ended or self._has_works else math.inf
             for rank in self.processes.ended(others, pause):
                 others.remove(rank)
-                if not self._has_left(rank):
+                left = [f"left/{rank}"]
+                if not self._ask(lambda store, left=left: store.check(left), False, _GRACE):  # type: ignore[misc]
                     ended[rank] = time.monotonic()
-            self._forget_works()
+            # Works mostly end in order, and asking one costs a training time: those after the first
+            # that is under way are not asked.
+            for wait in itertools.takewhile(lambda wait: _is_done(wait.work), self._works.copy()):
+                self._works.remove(wait)
+                self._pass(wait.place)
             self._interrupt_waits(ended)
-
-    def _has_left(self, rank: int) -> bool:
-        key = f"left/{rank}"
-        return self._ask(lambda store: bool(store.check([key])), False, _GRACE)
-
-    def _forget_works(self) -> None:
-        # Works mostly end in order, and asking one costs a training time: those after the first
-        # that is under way are not asked.
-        for wait in itertools.takewhile(lambda wait: _is_done(wait.work), self._works.copy()):
-            self._works.remove(wait)
-            self._pass(wait.place)
 
     def _interrupt_waits(self, ended: Mapping[int, float]) -> None:
         """Interrupt waits for ranks that have ``ended``, at the times given, and late works."""

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -137,26 +137,10 @@ _connected: WeakSet[Any] = WeakSet()
 """Owners of connections."""
 
 
-class ParentsConnection:
-    """Stands in for a connection of the parent process; every use of it raises
-    `CommunicationError`.
-
-    Destroying the connection would end the parent's, too: both processes share the epoll set that
-    watches its sockets.
-    """
-
-    def __init__(self, connection: Any) -> None:
-        keep_forever(connection)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        _refuse()
-
-
 def leave_to_parent(connected: Any) -> None:
     """Call ``connected.leave_to_parent()`` in every child that this process forks from now on.
 
-    It replaces every connection by `ParentsConnection`, and closes its sockets there, so that they
-    end with the parent.
+    It closes sockets there, so that they end with the parent.
     """
     _connected.add(connected)
     _watch_forks()
@@ -169,20 +153,16 @@ def refuse_in_child(pid: int) -> None:
         CommunicationError: it was forked from that process.
     """
     if os.getpid() != pid:
-        _refuse()
+        raise CommunicationError(
+            "this process was forked after init_process_group() and cannot use its parent's process"
+            " groups; call init_process_group() after the fork instead, start the process with"
+            " multiprocessing's 'spawn', or do not communicate or train in it"
+        )
 
 
 def keep_forever(thing: Any) -> None:
     """Keep ``thing`` until the process ends, even when the interpreter frees all modules."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def _refuse() -> NoReturn:
-    raise CommunicationError(
-        "this process was forked after init_process_group() and cannot use its parent's process"
-        " groups; call init_process_group() after the fork instead, start the process with"
-        " multiprocessing's 'spawn', or do not communicate or train in it"
-    )
 
 
 @cache

@@ -19,7 +19,6 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine, describe, divide_
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.pipelining import Overlap, exchange_pipelined
-from bagua_ref.communicators.processes import ParentsConnection
 from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
@@ -49,13 +48,11 @@ class TorchDistributedCommunicator(Communicator):
         super().__init__(connection.rank, len(connection.ranks), connection.name)
         self.ranks, self._uses_nccl = connection.ranks, uses_nccl
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
-        self._connection: Connection | ParentsConnection = connection
+        self._connection = connection
 
     def leave_to_parent(self) -> None:
         """Leave the connection to the parent of this process, a forked child."""
-        if isinstance(self._connection, Connection):
-            self._connection.close_in_child()
-            self._connection = ParentsConnection(self._connection)
+        self._connection.close_in_child()
 
     def abort(self, reason: str = "") -> None:
         """Abort the connection; operations in progress and later ones raise CommunicationError,
