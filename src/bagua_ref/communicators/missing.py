@@ -584,8 +584,8 @@ class Peers:
                         self._interrupt(wait, why)
 
     def _find_deadlock(self, before: list[Any]) -> tuple[list[Any], str]:
-        """Records of all ranks, if this one is blocked, and the deadlock in words, if they have not
-        changed since ``before``.
+        """Return the records of all ranks, if this one is blocked, and the deadlock in words, if they
+        have not changed since ``before``.
         """
         keys = [f"waits/{rank}" for rank in range(self._world_size)]
         if self._record[:1] != [True] or not self._store.check(keys):
@@ -671,8 +671,8 @@ def _split(place: str) -> tuple[str, float]:
 
 
 def _handled() -> str:
-    """Name the exception that the main thread handles, such as Ctrl-C between two steps, in which
-    a program may stay for long; "" if it handles none.
+    """Name the exception that the main thread is handling, such as Ctrl-C between two steps; "" if
+    it handles none. A program may stay in a handler for long.
     """
     found = sys._current_exceptions().get(threading.main_thread().ident or 0)
     error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12

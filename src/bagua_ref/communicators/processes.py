@@ -128,7 +128,7 @@ def _start_time(pid: int) -> int:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return what Linux says of process ``pid``, from its state on."""
+    """Return the fields of /proc/PID/stat, from the process's state on."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
 

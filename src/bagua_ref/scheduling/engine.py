@@ -1,5 +1,5 @@
-"""Rounds, the scheduling of a module's buckets in them as tensors are marked ready, and waiting for
-both (S2.4 to S2.6).
+"""Scheduling of a module's buckets: rounds, readiness of tensors, and waiting for what was
+scheduled (S2.4 to S2.6).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bagua_ref.observe.meter import Meter
 from bagua_ref.scheduling.worker import BucketRun, Errors, RoundCall, Worker
 
 UNSAID = -(2**63)
-"""The value of a fact about which a rank says nothing, so that it differs from no other."""
+"""Value of a fact on a rank that abstains; it differs from no other value."""
 
 
 class Round:
-    """A round of communication: the part before its first bucket and after its last one, of which
-    this one has neither.
+    """Actions before the first bucket and after the last one of a round of communication; these do
+    nothing.
 
     Attributes:
         waits: whether `begin` waits for other ranks. If not, the marking thread calls it, unless
@@ -36,8 +36,8 @@ class Round:
     waits = False
 
     def begin(self) -> None:
-        """Begin the round, before its first bucket. If this raises an error, no bucket runs any
-        more, and waiting raises it.
+        """Begin the round, before its first bucket. An exception cancels this round and all later
+        ones, and waiting raises it.
         """
 
     def end(self) -> None:
@@ -139,9 +139,7 @@ class Readiness(Generic[Item]):
     def reset(self) -> None:
         """Clear all marks and begin a new round."""
         self._unmarked = self._bucket_of.copy()
-        """What has not been marked in this round, and its bucket: a mark then looks at one place in
-        memory, not at three.
-        """
+        """Index of the bucket of each unmarked item. A mark is then a single dict lookup."""
         self._missing = [len(items) for items in self._items]
         self._next = 0
         """Buckets before this one have been scheduled in this round."""
