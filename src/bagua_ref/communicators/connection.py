@@ -259,13 +259,13 @@ class Connection:
         """Abort the connection; operations in progress and later ones raise CommunicationError, on
         other ranks with the reason.
         """
+        refuse_in_child(self._pid)
         if reason and not self._closed:
             self._peers.give_up(self.name, reason)
         self.interrupt(reason or "it was aborted or its process group destroyed")
 
     def interrupt(self, reason: str, kind: type[CommunicationError] = CommunicationError) -> None:
         """Let the collective in progress and later ones raise an error of this ``kind``."""
-        refuse_in_child(self._pid)
         if not self._closed:
             self._closed, self._kind_of_end = reason, kind
         if self._gloo_sockets is not None:  # gloo itself cannot be interrupted in send and recv
