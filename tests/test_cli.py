@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -28,12 +27,10 @@ import bagua_ref
 from bagua_ref.base import not_provided
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.utils import readable_bytes
-from bagua_ref.cli import demo, doctor, main, parser_of
-from bagua_ref.cli.command import Commands, print_rows
-from bagua_ref.cli.demo import ALONE, Digits, Settings, TrainingOutcome, train
-from bagua_ref.simulation import SimulatedWorld
-from bagua_ref_cli import COMMANDS as LISTED
-from bagua_ref_cli import main as script
+from bagua_ref.cli import demo, doctor
+from bagua_ref.cli.command import table
+from bagua_ref.cli.demo import ALONE, Digits, Settings
+from bagua_ref_cli import COMMANDS, GROUPS, main, parser_of_all
 
 SOURCE = Path(__file__).parents[1] / "src"
 PARAMETERS = 38282
@@ -67,15 +64,27 @@ REQUIRED = {
 """The arguments that each command requires."""
 
 
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs ``bagua-ref`` and returns the exit code, standard output and
+    standard error.
+    """
+
+    def command(*words: str) -> tuple[int, str, str]:
+        code = main(words)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return command
+
+
 @pytest.mark.parametrize("command", ["", "vectors", "trace", *REQUIRED])
 def test_help_fits_80_columns_and_errors_are_two_lines(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as ended:
-        script([*command.split(), "--help"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
+    code, printed, _ = run(*command.split(), "--help")
+    assert code == 0
     assert printed.startswith(" ".join(["usage: bagua-ref", *command.split(), "[-h]"]))
     assert [line for line in printed.splitlines() if len(line) > 80] == []
     if command in REQUIRED:
@@ -83,48 +92,28 @@ def test_help_fits_80_columns_and_errors_are_two_lines(
         assert re.search(r"^  --json-file PATH  ", printed, re.MULTILINE)
     name = f"bagua-ref {command}".strip()
     for words in ("--no-such-option", f"{REQUIRED.get(command, '')} --no-such-option"):
-        with pytest.raises(SystemExit) as ended:
-            script([*command.split(), *words.split()])
-        assert ended.value.code == 2
-        error, advice = capsys.readouterr().err.splitlines()
+        code, _, errors = run(*command.split(), *words.split())
+        assert code == 2
+        error, advice = errors.splitlines()
         assert error.startswith(f"{name}: error: unrecognized arguments: --no-such-option")
         assert advice == f"Help: {name} --help"
 
 
-def subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield the parsers that run something."""
-    inner = [
-        choice
-        for action in parser._actions
-        if isinstance(action, Commands)
-        for choice in action.choices.values()
-    ]
-    if not inner:
-        yield parser
-    for each in inner:
-        yield from subcommands(each)
-
-
 def test_each_command_has_examples_that_it_takes() -> None:
-    whole = parser_of(*LISTED)
-    found = list(subcommands(whole))
-    assert {parser.prog for parser in found} == {f"bagua-ref {name}" for name in REQUIRED}
-    for parser in found:
-        examples, _, rest = parser.format_help().partition("\nexamples:\n")[2].partition("\n\n")
-        assert "Exit status" in rest
-        for line in examples.splitlines():
-            words = shlex.split(re.sub("^torchrun .* -m bagua_ref.cli", "bagua-ref", line.strip()))
+    assert COMMANDS.keys() == REQUIRED.keys()
+    for name, command in COMMANDS.items():
+        assert "Exit status" in command.epilog
+        assert command.examples
+        for line in command.examples:
+            words = shlex.split(re.sub("^torchrun .* -m bagua_ref.cli", "bagua-ref", line))
             words = words[: words.index("--")] if "--" in words else words
-            assert " ".join(words).startswith(parser.prog)
-            assert whole.parse_args(words[1:]).parser is parser
+            assert parser_of_all().parse_args(words[1:]).name == name
 
 
-def test_no_number_of_a_table_is_cut(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_number_of_a_table_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
-    print_rows("Title", ("", "step\n(ms)"), [("a name\n  and its options", "1,234,567.8")])
-    assert capsys.readouterr().out.splitlines() == [
+    printed = table("Title", ("", "step\n(ms)"), [("a name\n  and its options", "1,234,567.8")])
+    assert printed.splitlines() == [
         "Title",
         "                          step",
         "                          (ms)",
@@ -135,24 +124,23 @@ def test_no_number_of_a_table_is_cut(
 
 
 def test_packages_are_asked_for_before_anything_is_computed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     hint = f"install with: {install_command('demo')}\n"
-    for command in (
-        "graph none --ranks 2",
-        "trace diff none none",
-    ):
-        assert main([*command.split(), "--png", "x"]) == 2
-        assert f": error: --png needs matplotlib; {hint}" in capsys.readouterr().err
+    for command in ("graph none --ranks 2", "trace diff none none"):
+        code, _, error = run(*command.split(), "--png", "x")
+        assert code == 2
+        assert f": error: --png needs matplotlib; {hint}" in error
 
 
-def test_version_and_help_do_not_import_torch() -> None:
+def test_version_and_every_help_do_not_import_torch() -> None:
+    helps = [[*name.split(), "--help"] for name in ("", *GROUPS, *COMMANDS)]
     code = (
         "import sys, bagua_ref_cli\n"
-        "for words in ['--version'], ['--help'], ['help'], [], ['advice'], ['--versoin']:\n"
-        "    try: bagua_ref_cli.main(words)\n"
-        "    except SystemExit as ended: assert ended.code == 2 * (words != ['--help'])\n"
+        f"for words in [['--version'], ['help'], [], ['advice'], ['--versoin'], *{helps}]:\n"
+        "    code = bagua_ref_cli.main(words)\n"
+        "    assert code == 2 * (words in (['advice'], ['--versoin']))\n"
         "assert 'torch' not in sys.modules and 'bagua_ref' not in sys.modules"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
@@ -163,7 +151,7 @@ def test_version_and_help_do_not_import_torch() -> None:
     assert re.findall("Did you mean (.*)\\?", ended.stderr) == ["'advise'", "'--version'"]
     version, *lines = ended.stdout.splitlines()
     assert version == f"bagua_ref {bagua_ref.__version__}"
-    for name in LISTED:
+    for name in {name.partition(" ")[0] for name in COMMANDS}:
         assert sum(line.startswith(f"    {name} ") for line in lines) == 3
 
 
@@ -192,34 +180,24 @@ ADVISE = "advise --params 1M --ranks 2 --compute 1ms --bandwidth 1Gbit"
         (f"{ADVISE} --algorithm decentralized:peer_selection_mode=rign", "ring"),
     ],
 )
-def test_a_misspelt_word_gets_the_nearest_one(
-    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code: Any = script(typed.split())
-    except SystemExit as ended:
-        code = ended.code
+def test_a_misspelt_word_gets_the_nearest_one(typed: str, meant: str, run: Any) -> None:
+    code, _, errors = run(*typed.split())
     assert code == 2
-    error, advice = capsys.readouterr().err.splitlines()
+    error, advice = errors.splitlines()
     assert f"did you mean {meant!r}?" in error.lower().replace(meant.lower(), meant)
     assert advice.startswith("Help: bagua-ref ")
 
 
-def test_options_of_the_simulated_program_are_told_from_those_of_sim(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_options_of_the_simulated_program_are_told_from_those_of_sim(run: Any) -> None:
     for words in (["--lr", "1"], ["--seed", "1"]):  # not short for --seeds
-        with pytest.raises(SystemExit):
-            script(["sim", "x.py", *words])
-        assert f"come last: x.py -- {' '.join(words)})" in capsys.readouterr().err
+        assert f"come last: x.py -- {' '.join(words)})" in run("sim", "x.py", *words)[2]
 
 
 @pytest.mark.parametrize("command", ["trace", "vectors"])
-def test_a_command_without_its_verb_prints_help(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert script([command]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: bagua-ref {command} ")
+def test_a_command_without_its_verb_prints_help(command: str, run: Any) -> None:
+    code, printed, _ = run(command)
+    assert code == 0
+    assert printed.startswith(f"usage: bagua-ref {command} ")
 
 
 @pytest.mark.proof
@@ -242,12 +220,11 @@ def test_selftest_trains_in_two_processes() -> None:
     ],
 )
 def test_bad_input_is_named_and_exits_with_2(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], complaint: str, run: Any
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert complaint in capsys.readouterr().err
+    code, _, error = run(*arguments)
+    assert code == 2
+    assert complaint in error
 
 
 def test_in_a_checkout_an_extra_is_installed_from_its_folder(
@@ -382,46 +359,6 @@ def test_batches_are_split_without_loss_and_the_test_set_is_apart(digits: Digits
     assert len(torch.unique(together, dim=0)) == 1797
 
 
-def train_simulated(name: str, settings: Settings, digits: Digits) -> TrainingOutcome:
-    """Train in this process as the workers do; every rank must report its own steps and return the
-    same outcome.
-    """
-
-    def rank(comm: Any) -> TrainingOutcome | None:
-        if name == ALONE and comm.rank():
-            return None
-        bagua_ref.init_process_group()
-        steps: list[Any] = []
-        outcome = train(name, settings, digits, lambda **news: steps.append(news))
-        assert len(steps) == settings.steps
-        assert steps[-1].keys() == {"loss"}
-        return outcome
-
-    first, *others = SimulatedWorld(settings.ranks).run(rank)
-    assert all(outcome == first for outcome in others if outcome is not None)
-    return first
-
-
-def test_full_precision_equals_one_process_and_sends_what_the_formula_says(digits: Digits) -> None:
-    settings = Settings(ranks=4, quick=True)
-    alone, together = (
-        train_simulated(name, settings, digits) for name in (ALONE, "gradient_allreduce")
-    )
-    assert together.losses == pytest.approx(alone.losses, rel=1e-3)
-    assert together.bytes_per_step == 2 * 3 / 4 * 4 * PARAMETERS
-    assert together.ratio == 1
-    assert together.weight_difference == 0
-    assert (alone.bytes_per_step, alone.ratio, alone.weight_difference) == (0, None, 0)
-
-
-def test_bytegrad_sends_a_byte_per_element_and_its_headers(digits: Digits) -> None:
-    outcome = train_simulated("bytegrad", Settings(ranks=4, quick=True), digits)
-    chunk = 32 + -(-(PARAMETERS + 2) // 4 // 32) * 32  # S4.1; two elements of padding
-    assert outcome.bytes_per_step == 2 * 3 / 4 * 4 * chunk
-    assert outcome.ratio == pytest.approx(0.252, abs=0.001)
-    assert outcome.weight_difference == 0
-
-
 @pytest.mark.parametrize(
     ("count", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2.5e6, "2.5 MB"), (3e12, "3.0 TB")],
@@ -484,7 +421,7 @@ def test_the_demo_end_to_end(
 def test_stopping_the_demo_ends_its_workers(
     run_demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "show_progress", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(demo, "_line", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert run_demo() == 130
     assert capsys.readouterr().err == "bagua-ref demo: interrupted\n"
 

@@ -24,10 +24,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     """
 
     def command(*arguments: str) -> tuple[int, str, str]:
-        try:
-            code = main(["graph", *arguments])
-        except SystemExit as ended:
-            code = int(str(ended.code))
+        code = main(["graph", *arguments])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

@@ -26,7 +26,7 @@ from bagua_ref.algorithms import (
 from bagua_ref.backends import KernelBackend
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.cli import main
-from bagua_ref.cli.advise import CANDIDATES, devices
+from bagua_ref.cli.advise import candidates, devices
 from bagua_ref.cli.command import CommandError
 from bagua_ref.cli.measure import check_fits
 from bagua_ref.comm_ops import CommOp
@@ -73,10 +73,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     """
 
     def command(*arguments: str) -> tuple[int, str, str]:
-        try:
-            code = main(["advise", *arguments])
-        except SystemExit as ended:
-            code = int(str(ended.code))
+        code = main(["advise", *arguments])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -165,7 +162,7 @@ def test_every_registered_algorithm_has_a_plan() -> None:
         for name, (kind, _) in GlobalAlgorithmRegistry.items()
         if kind.__module__.startswith("bagua_ref.")
     ]
-    assert {text.partition(":")[0] for text in CANDIDATES} <= set(names)
+    assert {text.partition(":")[0] for text in candidates()} >= set(names)
     module = module_of(2**20 + 100)
     for name in names:
         plan = plan_of(

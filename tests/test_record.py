@@ -285,12 +285,12 @@ def test_the_command_line(right: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["trace", "diff", str(right), str(right)]) == 0
     out = capsys.readouterr().out
     assert ", 1 rank, " in out
-    assert out.endswith("EQUAL\n")
+    assert out.endswith("EQUAL\nNext: nothing: both runs compute the same bits\n")
     picture = tmp_path / "x.png"
     assert main(["trace", "diff", str(right), str(other), "--png", str(picture)]) == 1
     text = capsys.readouterr().out
     assert "Likely cause: random state (initial weights differ" in text
-    assert "\nDIFFERENT\n" in text
+    assert "\nDIFFERENT\nNext: stop both runs in step 0 and look at weight:" in text
     assert picture.stat().st_size > 1000
     assert main(["trace", "diff", str(right), str(other), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -303,7 +303,7 @@ def test_a_recording_is_summarized(
 ) -> None:
     assert main(["trace", "show", str(right)]) == 0
     shown = capsys.readouterr().out
-    assert re.search(rf"^   0 +{STEPS} +0 +{STEPS - 1}  complete$", shown, re.MULTILINE)
+    assert re.search(rf"^0 +{STEPS} +0 +{STEPS - 1} +complete$", shown, re.MULTILINE)
     assert "torch " + torch.__version__ in shown
     assert "1 batch, 3 rng, 1 settings, 3 buffer, 1 input" in shown
     assert main(["trace", "show", str(right), "--json"]) == 0
@@ -311,7 +311,7 @@ def test_a_recording_is_summarized(
     assert found["ranks"] == [{"steps": [*range(STEPS)], "state": "complete"}]
     Training().run(tmp_path, stop=0)
     assert main(["trace", "show", str(tmp_path)]) == 0
-    assert re.search(r"^   0 +0 +- +-  complete$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^0 +0 +- +- +complete$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_the_picture_draws_only_what_both_runs_have_recorded(tmp_path: Path) -> None:

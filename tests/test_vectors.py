@@ -134,10 +134,7 @@ def check(
     monkeypatch.setattr("bagua_ref.conformance.vectors.files.all_cases", lambda: cases)
 
     def run(*more: str, outputs: Path | None = outputs) -> tuple[int, str]:
-        try:
-            code = main(["vectors", "check", *([str(outputs)] if outputs else []), *more])
-        except SystemExit as ended:
-            code = ended.code
+        code = main(["vectors", "check", *([str(outputs)] if outputs else []), *more])
         captured = capsys.readouterr()
         return code, captured.out + captured.err
 

@@ -1,4 +1,4 @@
-"""``python -m bagua_ref.cli``, the same as ``bagua-ref``."""
+"""``python -m bagua_ref.cli``, for launchers."""
 
 import sys
 

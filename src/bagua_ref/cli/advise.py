@@ -4,8 +4,8 @@ algorithm on a given network.
 
 from __future__ import annotations
 
-import argparse
 import math
+from argparse import Namespace
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -13,18 +13,10 @@ from typing import Any
 
 import torch
 
-from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.algorithms import Algorithm, GlobalAlgorithmRegistry, QAdamOptimizer
 from bagua_ref.base.untrusted import check_form, load_json
 from bagua_ref.base.utils import readable_bytes
-from bagua_ref.cli.command import (
-    CommandError,
-    Commands,
-    add_command,
-    call_object,
-    number,
-    print_rows,
-    write_json,
-)
+from bagua_ref.cli.command import CommandError, Outcome, call_object, check_choice, table
 from bagua_ref.formulas.costs import LinkCost, LinkCosts, parse_seconds
 from bagua_ref.planning import Cluster, Machine, StepPlan, module_of, plan_of
 from bagua_ref.planning.advice import (
@@ -39,29 +31,23 @@ from bagua_ref.planning.advice import (
 )
 from bagua_ref.planning.plans import check_trainable
 
-__all__ = ["CANDIDATES", "add_parser", "devices"]
+__all__ = ["candidates", "devices", "run"]
 
-CANDIDATES = (
-    "gradient_allreduce",
-    "gradient_allreduce:hierarchical=True",
-    "bytegrad",
-    "qadam",
-    "powersgd:matrix_approximation_rank=4",
-    "topk:ratio=0.01",
-    "demo:compression='Stat2'",
-    "decentralized",
-    "decentralized:peer_selection_mode='shift_one'",
-    "low_precision_decentralized",
-    "local_sgd:period=32",
-    "diloco:period=32",
-    "diloco:period=32,fragments=4,delay=7,mix=0.5",
-    "diloco:period=32,top_k=64,compression='Stat2'",
-    "async",
-)
-"""The algorithms that are compared unless the user names others."""
-
-_MAX_RANKS = 1024
-"""An all-to-all of these has a million messages."""
+_BASELINE = "gradient_allreduce"
+_OPTIONS = {
+    _BASELINE: ("", ":hierarchical=True"),
+    "powersgd": (":matrix_approximation_rank=4",),
+    "topk": (":ratio=0.01",),
+    "demo": (":compression='Stat2'",),
+    "decentralized": ("", ":peer_selection_mode='shift_one'"),
+    "local_sgd": (":period=32",),
+    "diloco": (
+        ":period=32",
+        ":period=32,fragments=4,delay=7,mix=0.5",
+        ":period=32,top_k=64,compression='Stat2'",
+    ),
+}
+"""Options with which algorithms are compared; the others are compared as they are."""
 _LINK = [(int, float)] * 2
 _COSTS = {
     "between?": _LINK,
@@ -75,82 +61,12 @@ _COSTS = {
 """Form of measured costs: seconds; of a link per message and per byte."""
 
 
-def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add ``advise`` to the commands of ``bagua-ref``."""
-    advise = add_command(
-        commands,
-        "advise",
-        _advise,
-        examples=(
-            "bagua-ref advise --params 124M --ranks 2x8 --bandwidth 1Gbps --compute 120ms",
-            "bagua-ref advise --model mycode:make_model --ranks 64 --measured costs.json",
-        ),
-        description=(
-            "Predict the time of a training step with each algorithm: what it sends, from the"
-            " buckets that wrapping would make, and how long that takes and how much of it compute"
-            " hides, from the costs of links and codecs. Nothing is sent."
-        ),
-        epilog=(
-            "Exit status is 0 on success and 2 on errors. Formulas: bagua_ref.planning, clause S14."
-        ),
-    )
-    model = advise.add_mutually_exclusive_group(required=True)
-    model.add_argument(
-        "--model",
-        metavar="PKG.MOD:FACTORY",
-        help="a function that returns the model; run on the meta device, so nothing is allocated",
-    )
-    model.add_argument(
-        "--params",
-        type=number(1, 1e12, integer=True),
-        metavar="N",
-        help="number of parameters, such as 124M or 7e9, modelled as 1024 x 1024 matrices",
-    )
-    advise.add_argument(
-        "--ranks",
-        type=_cluster,
-        required=True,
-        metavar="N|NODESxRANKS",
-        help="number of ranks, at least 2, each on a node of its own; 2x8: 2 nodes of 8 ranks",
-    )
-    advise.add_argument(
-        "--nodes",
-        type=number(1, _MAX_RANKS, integer=True),
-        metavar="N",
-        help="number of nodes for --ranks N",
-    )
-    advise.add_argument(
-        "--device",
-        choices=sorted(devices()),
-        default="cpu",
-        help="what computes codecs, by measurements of this project (default: %(default)s)",
-    )
-    for name, default, metavar, text in (
-        ("bandwidth", None, "RATE", "of each node, such as 1Gbps or 100MB a second"),
-        ("latency", "50us", "TIME", "of a message between nodes"),
-        ("inside", "100Gbit,5us", "RATE,TIME", "inside a node"),
-        ("compute", None, "TIME", "of a forward and backward pass, such as 120ms"),
-    ):
-        shown = f"{text} (default: {default})" if default else text
-        advise.add_argument(f"--{name}", default=default, metavar=metavar, help=shown)
-    advise.add_argument(
-        "--measured", type=Path, metavar="FILE", help="costs that bagua-ref measure wrote"
-    )
-    advise.add_argument(
-        "--error",
-        type=number(0, 0.99),
-        metavar="X",
-        help=(
-            "relative uncertainty of the result, such as 0.1 for 10 %% either way (default: the"
-            " largest errors that this project has measured)"
-        ),
-    )
-    advise.add_argument(
-        "--algorithm",
-        action="append",
-        metavar="NAME[:OPTION=VALUE,...]",
-        help="compare only these, each in an option of its own",
-    )
+def candidates() -> list[str]:
+    """Return the algorithms that are compared unless the user names others: all that are
+    registered, the baseline first.
+    """
+    names = [_BASELINE, *(name for name in GlobalAlgorithmRegistry if name != _BASELINE)]
+    return [name + options for name in names for options in _OPTIONS.get(name, ("",))]
 
 
 def devices() -> dict[str, Any]:
@@ -161,19 +77,8 @@ def devices() -> dict[str, Any]:
     return found
 
 
-def _cluster(text: str) -> tuple[int, int | None]:
-    """Return the number of ranks, and of nodes if ``text`` has both, as in 2x8."""
-    nodes, by, ranks = text.lower().partition("x")
-    parse = number(1, _MAX_RANKS, integer=True)
-    n, known = (parse(nodes) * parse(ranks), parse(nodes)) if by else (parse(text), None)
-    if not 2 <= n <= _MAX_RANKS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be 2 to {_MAX_RANKS} ranks" + ": a rank alone sends nothing" * (n == 1)
-        )
-    return n, known
-
-
-def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> Outcome:
+    """Compare the algorithms."""
     ranks, nodes = arguments.ranks
     try:
         if nodes is not None and arguments.nodes not in (None, nodes):
@@ -187,10 +92,10 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
         machine, about = _costs(arguments, nodes > 1)
         module = module_of(arguments.params) if arguments.params else _model(arguments.model)
         check_trainable(module)
-        default = [text for text in CANDIDATES if nodes < ranks or "hierarchical" not in text]
+        default = [text for text in candidates() if nodes < ranks or "hierarchical" not in text]
         algorithms = {text: _algorithm(text, module) for text in arguments.algorithm or default}
     except (ValueError, TypeError, NotImplementedError) as error:
-        parser.error(str(error))
+        raise CommandError(str(error)) from None
     plans, warnings = dict[str, StepPlan](), list[str]()
     for text, algorithm in algorithms.items():
         try:
@@ -203,8 +108,6 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     warnings += warnings_of(ranked)
     first = next(candidate for candidate in ranked if candidate.name == next(iter(plans)))
     verdict = verdict_of(ranked, first)
-    if not arguments.json:
-        _print(ranked, first, about, verdict, warnings)
     result = {
         "nodes": list(cluster.nodes),
         "parameter_bytes": first.plan.nbytes,
@@ -213,12 +116,12 @@ def _advise(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
         "verdict": verdict._asdict(),
         "warnings": warnings,
     }
-    write_json(arguments, result)
-    return 0
+    return Outcome(_text(ranked, first, about, verdict, warnings), result)
 
 
-def _costs(arguments: argparse.Namespace, several: bool) -> tuple[Machine, str]:
+def _costs(arguments: Namespace, several: bool) -> tuple[Machine, str]:
     """Return the costs, and where they come from; ``several``: there are links between nodes."""
+    check_choice("--device", [arguments.device], devices())
     costs = devices()[arguments.device]
     costs["about"] = f"codecs on {arguments.device}: {costs['about']}"
     costs["inside"] = LinkCosts.parse(arguments.inside).inside
@@ -282,13 +185,13 @@ def _algorithm(text: str, module: torch.nn.Module) -> Algorithm:
         raise ValueError(f"argument --algorithm: {error}") from None
 
 
-def _print(
+def _text(
     ranked: Sequence[Candidate],
     first: Candidate,
     about: str,
     verdict: Verdict,
     warnings: Sequence[str],
-) -> None:
+) -> str:
     cluster = first.plan.cluster
     slow = max(candidate.high for candidate in ranked) >= 1
     factor, unit = (1.0, "s") if slow else (1e3, "ms")
@@ -319,17 +222,16 @@ def _print(
     )
     several = "s" * (len(cluster.nodes) > 1)
     title = f"A training step of {cluster.n} ranks on {len(cluster.nodes)} node{several}"
-    print_rows(title, headers, rows)
-    print(f"Bytes and times to the same loss are those of {first.name} = 100 %.")
-    print(f"Costs: {about}.\n")
+    lines = [
+        table(title, headers, rows),
+        f"Bytes and times to the same loss are those of {first.name} = 100 %.",
+        f"Costs: {about}.\n",
+    ]
     for candidate in ranked:
-        print(f"{candidate.name}: {candidate.reason}")
-        for text in learnt(candidate.plan.algorithm):
-            print(f"  measured: {text}")
-    print()
-    for text in warnings:
-        print(f"warning: {text}")
-    print(f"\n{verdict.text}\n\n    {verdict.line}\n\n{verdict.then}")
+        lines.append(f"{candidate.name}: {candidate.reason}")
+        lines += [f"  measured: {text}" for text in learnt(candidate.plan.algorithm)]
+    lines += ["", *(f"warning: {text}" for text in warnings)]
+    return "\n".join([*lines, f"\n{verdict.text}\n\n    {verdict.line}\n\n{verdict.then}"])
 
 
 def _row(candidate: Candidate, first: Candidate) -> dict[str, Any]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from base64 import b64encode
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from html import escape
+from inspect import signature
 from io import BytesIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,15 +29,13 @@ from bagua_ref.algorithms import GlobalAlgorithmRegistry, QAdamOptimizer
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.cli.command import (
     COLORS,
-    Commands,
-    add_command,
+    CommandError,
+    Outcome,
     become_rank,
-    end_progress,
-    number,
-    print_rows,
+    check_choice,
     require,
-    show_progress,
-    write_json,
+    table,
+    write_file,
 )
 from bagua_ref.data_parallel.wrapping import Recipe, call_if_there
 
@@ -47,9 +45,9 @@ __all__ = [
     "Digits",
     "Settings",
     "TrainingOutcome",
-    "add_parser",
     "make_model",
     "make_optimizer",
+    "run",
     "train",
 ]
 
@@ -59,22 +57,23 @@ ALONE = "single process"
 GLOBAL_BATCH = 64
 TRAINING_IMAGES = 1437  # four fifths of the images; the other 360 are the test set
 
-# On one node, hierarchical communication saves no traffic, so it is off.
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "gradient_allreduce": {"hierarchical": False},
-    "bytegrad": {"hierarchical": False},
-    "decentralized": {"hierarchical": False},
-    "low_precision_decentralized": {"hierarchical": False},
-    "qadam": {"hierarchical": False},
     "async": {"sync_interval_ms": 50},
     "local_sgd": {"period": 8},
     "diloco": {"period": 16, "fragments": 4, "delay": 2, "mix": 0.5},
     "powersgd": {"matrix_approximation_rank": 4, "warmup_steps": 10},
     "topk": {"ratio": 0.05, "warmup_steps": 10},
 }
+"""Options that suit this task, by algorithm; those of the others suit it as they are."""
+# on one node, hierarchical communication saves no traffic, so it is off
 RECIPES = {
-    name: Recipe(name, _OPTIONS.get(name, {}), "the demo")
-    for name in dict.fromkeys((*_OPTIONS, *GlobalAlgorithmRegistry))
+    name: Recipe(
+        name,
+        ({"hierarchical": False} if "hierarchical" in signature(kind).parameters else {})
+        | _OPTIONS.get(name, {}),
+        "the demo",
+    )
+    for name, (kind, _) in GlobalAlgorithmRegistry.items()
 }
 
 
@@ -181,16 +180,13 @@ class TrainingOutcome:
     warmup_steps: int = 0
 
 
-def train(
-    name: str, settings: Settings, digits: Digits, report: Callable[..., None]
-) -> TrainingOutcome:
+def train(name: str, settings: Settings, digits: Digits) -> TrainingOutcome:
     """Train with algorithm ``name``, or alone; every rank calls it and gets the same outcome.
 
     Args:
         name: a name in `RECIPES`, or `ALONE` for one process that takes whole batches.
         settings: the settings of the demo.
         digits: the data.
-        report: called with this rank's ``loss`` after each step.
     """
     alone = name == ALONE
     torch.manual_seed(settings.seed)
@@ -211,7 +207,6 @@ def train(
         optimizer.step()
         losses.append(loss.item())
         sent.append(0 if alone else model.bagua_metrics()["bytes_sent"])
-        report(loss=losses[-1])
     seconds = torch.tensor([time.perf_counter() - begin])
     call_if_there("abort", model)  # async averages in the background until it is stopped
     model.eval()
@@ -244,88 +239,65 @@ def train(
     )
 
 
-def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add ``demo`` to the commands of ``bagua-ref``."""
-    demo = add_command(
-        commands,
-        "demo",
-        _demo,
-        examples=("bagua-ref demo", "bagua-ref demo --quick --algorithms bytegrad powersgd"),
-        description=(
-            "Train a small network on scikit-learn's handwritten digits with every algorithm, on"
-            " several processes of this machine, and compare accuracy and traffic. Writes"
-            " index.html and results.json."
-        ),
-    )
-    for name, default, kind, metavar, text in (
-        ("ranks", 4, number(1, GLOBAL_BATCH, integer=True), "N", "number of training processes"),
-        ("epochs", 10, number(1, 1000, integer=True), "N", "passes over the training data"),
-        ("output", Path("demo-report"), Path, "DIR", "folder for the report"),
-        ("seed", 0, number(0, 2**32 - 1, integer=True), "N", "random seed for weights and batches"),
-    ):
-        note = f"{text} (default: {default})"
-        demo.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=note)
-    demo.add_argument(
-        "--algorithms",
-        nargs="+",
-        default=tuple(RECIPES),
-        choices=list(RECIPES),
-        metavar="NAME",
-        help="algorithms to train with (default: all)",
-    )
-    demo.add_argument("--quick", action="store_true", help="train for ten steps only, as a check")
-
-
-def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    chosen = tuple(dict.fromkeys(arguments.algorithms))
+def run(arguments: Namespace) -> Outcome:
+    """Train with all algorithms, and write the report."""
+    check_choice("--algorithms", arguments.algorithms or (), RECIPES)
+    chosen = tuple(dict.fromkeys(arguments.algorithms or RECIPES))
     settings = Settings(arguments.ranks, arguments.epochs, arguments.seed, chosen, arguments.quick)
     require("the demo", "demo", "sklearn", "matplotlib")
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(
+        raise CommandError(
             f"output={str(arguments.output)!r} must be a writable folder: {error.strerror}"
-        )
+        ) from None
     # workers are ended as after Ctrl-C
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(each, signal.default_int_handler)
+    print(f"starting {settings.ranks} workers", flush=True)
+    outcomes: list[TrainingOutcome] = []
     try:
-        with closing(_run_workers(settings)) as events:
-            outcomes = _show(events, settings)
+        with closing(_run_workers(settings)) as ended:
+            for outcome in ended:
+                outcomes.append(outcome)
+                print(_line(outcome), flush=True)
     except ProcessException as error:
-        print(f"{parser.prog}: worker {error.error_index}: {error.msg.strip()}", file=sys.stderr)
-        return 1
+        message = f"bagua-ref demo: worker {error.error_index}: {error.msg.strip()}"
+        print(message, file=sys.stderr)
+        return Outcome("", None, 1)
     title = (
         f"{settings.ranks} workers, {settings.steps} steps of {GLOBAL_BATCH} images; sent by each"
         " rank, as part of full precision"
     )
-    rows = [_cells(outcome) for outcome in outcomes]
-    columns = [column for column in rows[0] if column != "warm-up\nsteps"]  # 80 characters
-    print_rows(title, columns, [[row[column] for column in columns] for row in rows])
+    text = table(title, _HEADERS, map(_cells, outcomes))
     results = {
         "settings": {**asdict(settings), "steps": settings.steps},
         "versions": {"torch": torch.__version__, "bagua_ref": bagua_ref.__version__},
         "results": [asdict(outcome) for outcome in outcomes],
     }
-    (arguments.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    write_file(arguments.output / "results.json", json.dumps(results, indent=2) + "\n")
     page = arguments.output / "index.html"
-    page.write_text(_page(title, outcomes, settings), encoding="utf-8")
-    print(f"Curves: {page}")
-    print("Next: bagua-ref advise, which predicts times for your model and network")
-    write_json(arguments, results)
-    return 0
+    write_file(page, _page(title, outcomes, settings))
+    then = "Next: bagua-ref advise, which predicts times for your model and network"
+    return Outcome(f"{text}\nCurves: {page}\n{then}", results)
 
 
-def _run_workers(settings: Settings) -> Generator[dict[str, Any], None, None]:
-    """Run the workers and yield rank 0's reports; raise ProcessException if one fails; end all if
+def _line(outcome: TrainingOutcome) -> str:
+    sent = f", {readable_bytes(outcome.bytes_sent[-1])} sent" if outcome.algorithm != ALONE else ""
+    accuracy = f"test accuracy {outcome.test_accuracy:.1%}"
+    return f"{outcome.algorithm}: {accuracy}, loss {outcome.losses[-1]:.3f}{sent}"
+
+
+def _run_workers(settings: Settings) -> Generator[TrainingOutcome, None, None]:
+    """Run the workers and yield the outcomes as they come; raise ProcessException if one fails; end all if
     this is closed.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     processes = multiprocessing.get_context("forkserver")
     # which imports torch once for all workers
     processes.set_forkserver_preload(["torch._dynamo", "bagua_ref.cli"])
-    events = processes.SimpleQueue()
-    arguments = store.port, settings, [tensor.numpy() for tensor in Digits.load()], events
+    outcomes = processes.SimpleQueue()
+    arguments = store.port, settings, [tensor.numpy() for tensor in Digits.load()], outcomes
     running = start_processes(
         _work, arguments, settings.ranks, join=False, start_method="forkserver"
     )
@@ -334,19 +306,17 @@ def _run_workers(settings: Settings) -> Generator[dict[str, Any], None, None]:
         ended = False
         while not ended:
             ended = running.join(timeout=0.1)
-            while not events.empty():
-                yield events.get()
+            while not outcomes.empty():
+                yield outcomes.get()
     finally:
         for process in running.processes:
             process.kill()
             process.join()
 
 
-def _work(rank: int, port: int, settings: Settings, arrays: list[Any], events: Any) -> None:
-    """Train with each algorithm in turn; rank 0 puts a dict into the queue ``events`` after each
-    step and at the end of each algorithm.
-    """
-    # warnings would appear among the progress bars; errors are raised
+def _work(rank: int, port: int, settings: Settings, arrays: list[Any], outcomes: Any) -> None:
+    """Train with each algorithm in turn; rank 0 puts each outcome into a queue."""
+    # warnings would appear among the lines; errors are raised
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     become_rank(rank, settings.ranks, port)
     digits = Digits(*map(torch.from_numpy, arrays))
@@ -354,63 +324,47 @@ def _work(rank: int, port: int, settings: Settings, arrays: list[Any], events: A
     bagua_ref.init_process_group(backend="gloo", timeout=60 + settings.steps)
     # The first optimizer makes torch import many modules, which must not count as training time.
     make_optimizer(ALONE, make_model().parameters())
-    bagua_ref.barrier()
     for name in (ALONE, *settings.algorithms):
-
-        def report(name: str = name, **news: Any) -> None:
-            if rank == 0:
-                events.put({"algorithm": name, **news})
-
-        if name != ALONE or rank == 0:
-            report(outcome=train(name, settings, digits, report))
         bagua_ref.barrier()
+        outcome = train(name, settings, digits) if name != ALONE or rank == 0 else None
+        if rank == 0:
+            outcomes.put(outcome)
+    bagua_ref.barrier()
     bagua_ref.destroy_process_group()
     os._exit(0)  # gloo's threads sometimes abort a process at its normal exit
 
 
-def _show(events: Iterable[dict[str, Any]], settings: Settings) -> list[TrainingOutcome]:
-    """Show progress on standard error, and print a line for each outcome; return the outcomes."""
-    print(f"starting {settings.ranks} workers", flush=True)
-    outcomes: list[TrainingOutcome] = []
-    step = 0
-    for event in events:
-        name, outcome = event["algorithm"], event.get("outcome")
-        if outcome is None:
-            step += 1
-            line = f"{name}: step {step} of {settings.steps}, loss {event['loss']:.3f}"
-            show_progress(line)
-            continue
-        end_progress()
-        sent = "" if name == ALONE else f", {readable_bytes(outcome.bytes_sent[-1])} sent"
-        accuracy = f"test accuracy {outcome.test_accuracy:.1%}"
-        print(f"{name}: {accuracy}, loss {outcome.losses[-1]:.3f}{sent}", flush=True)
-        outcomes.append(outcome)
-        step = 0
-    return outcomes
+_HEADERS = (
+    "algorithm",
+    "test\nacc.",
+    "final\nloss",
+    "sent per\nstep",
+    "of\nfull",
+    "weight\ndiff.",
+    "ms per\nstep",
+)
 
 
-def _cells(outcome: TrainingOutcome) -> dict[str, str]:
-    """Return the cells of an outcome's row, by column."""
+def _cells(outcome: TrainingOutcome) -> list[str]:
+    """Return the cells of an outcome's row."""
     alone = outcome.algorithm == ALONE
-    return {
-        "algorithm": outcome.algorithm,
-        "test\nacc.": f"{outcome.test_accuracy:.1%}",
-        "final\nloss": f"{outcome.final_loss:.4f}",
-        "sent per\nstep": "-" if alone else readable_bytes(outcome.bytes_per_step),
-        "of\nfull": "-" if outcome.ratio is None else f"{outcome.ratio:.1%}",
-        "warm-up\nsteps": str(outcome.warmup_steps or "-"),
-        "weight\ndiff.": "-" if alone else f"{outcome.weight_difference:.2g}",
-        "ms per\nstep": f"{1e3 / outcome.steps_per_second:.1f}",
-    }
+    return [
+        outcome.algorithm,
+        f"{outcome.test_accuracy:.1%}",
+        f"{outcome.final_loss:.4f}",
+        "-" if alone else readable_bytes(outcome.bytes_per_step),
+        "-" if outcome.ratio is None else f"{outcome.ratio:.1%}",
+        "-" if alone else f"{outcome.weight_difference:.2g}",
+        f"{1e3 / outcome.steps_per_second:.1f}",
+    ]
 
 
 def _page(title: str, outcomes: Sequence[TrainingOutcome], settings: Settings) -> str:
     """Return the report as a self-contained HTML page."""
-    rows = [_cells(outcome) for outcome in outcomes]
-    headers = "".join(f"<th>{escape(header)}</th>" for header in rows[0])
+    headers = "".join(f"<th>{escape(header)}</th>" for header in _HEADERS)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>\n"
-        for row in rows
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(outcome)) + "</tr>\n"
+        for outcome in outcomes
     )
     figure = BytesIO()
     _draw(outcomes, settings).savefig(figure, format="svg", metadata={"Date": None})

@@ -4,13 +4,13 @@ cannot.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import re
 import shutil
 import subprocess
 import textwrap
+from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -23,26 +23,30 @@ import torch.distributed as dist
 import bagua_ref
 from bagua_ref import env
 from bagua_ref.base.not_provided import install_command, requirements_of
-from bagua_ref.cli.command import Commands, add_command, write_json
+from bagua_ref.cli.command import Outcome
 from bagua_ref.errors import BackendUnavailableError
 
-__all__ = ["add_parser", "examine", "tested_versions"]
+__all__ = ["examine", "run", "tested_versions"]
 
-_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
+_PREFIXES = (
+    "BAGUA_",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_",
+    "GROUP_RANK",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
+    "MASTER_",
+    "NCCL_",
     "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
+    "OMPI_COMM_WORLD_",
     "OMP_NUM_THREADS",
+    "PMIX_RANK",
+    "PMI_",
+    "RANK",
+    "SLURM_",
+    "WORLD_SIZE",
 )
-_PREFIXES = ("BAGUA_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "SLURM_")
+"""Beginnings of the names of environment variables that are shown."""
 _COLUMNS = 80
 _EXTRAS = {
     "conformance": "bagua-ref verify, vectors and trace",
@@ -54,31 +58,19 @@ their own.
 """
 
 
-def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add ``doctor`` to the commands of ``bagua-ref``."""
-    add_command(
-        commands,
-        "doctor",
-        _doctor,
-        examples=("bagua-ref doctor", "bagua-ref doctor --json"),
-        description=(
-            "Report versions, kernel backends, gloo, NCCL, GPUs, Redis, extras, trainers and"
-            " environment variables; where something cannot be used, say why."
-        ),
-    )
-
-
-def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> Outcome:
+    """Report the findings."""
     findings, columns = examine(), min(_COLUMNS, shutil.get_terminal_size().columns)
-    for topic, entries in () if arguments.json else findings.items():
-        print(f"{topic}: none" if not entries else topic)
+    lines = []
+    for topic, entries in findings.items():
+        lines.append(topic if entries else f"{topic}: none")
         for name, finding in entries.items():
             text = f"  {name:<20} {finding}"
-            print(textwrap.fill(text, columns, subsequent_indent=" " * 23, break_on_hyphens=False))
-    if not arguments.json:
-        print("Next: bagua-ref selftest trains in two processes of this machine.")
-    write_json(arguments, findings)
-    return 0
+            lines.append(
+                textwrap.fill(text, columns, subsequent_indent=" " * 23, break_on_hyphens=False)
+            )
+    lines.append("Next: bagua-ref selftest trains in two processes of this machine.")
+    return Outcome("\n".join(lines), findings)
 
 
 def examine() -> dict[str, dict[str, Any]]:
@@ -108,9 +100,7 @@ def examine() -> dict[str, dict[str, Any]]:
             for name, tested in tested_versions().items()
         },
         "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name in _VARIABLES or name.startswith(_PREFIXES)
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)
         },
         "problems": _problems(),
     }
@@ -125,24 +115,14 @@ def tested_versions() -> dict[str, str]:
 
 
 def _communication() -> dict[str, str]:
+    lacking, gpu = "not available: this torch was built without it", torch.cuda.is_available()
     if not dist.is_available():
-        return {"torch.distributed": "not available: this torch was built without it"}
-    nccl = "not available: this torch was built without it"
+        return {"torch.distributed": lacking}
+    nccl = lacking
     if dist.is_nccl_available():
-        release = ".".join(map(str, torch.cuda.nccl.version()))
-        nccl = (
-            f"{release}, available"
-            if torch.cuda.is_available()
-            else f"{release}, but there is no GPU that this torch can use"
-        )
-    return {
-        "gloo": (
-            "available"
-            if dist.is_gloo_available()
-            else "not available: this torch was built without it"
-        ),
-        "nccl": nccl,
-    }
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl += ", available" if gpu else ", but there is no GPU that this torch can use"
+    return {"gloo": "available" if dist.is_gloo_available() else lacking, "nccl": nccl}
 
 
 def _redis() -> dict[str, str]:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
-from pathlib import Path
+from argparse import Namespace
 
 from bagua_ref.base.untrusted import one_line
-from bagua_ref.cli.command import (
-    COLORS,
-    CommandError,
-    Commands,
-    add_command,
-    write_json,
-    write_picture,
-)
+from bagua_ref.cli.command import COLORS, CommandError, Outcome, write_picture
+from bagua_ref.explain import DumpError, explain
+from bagua_ref.explain.picture import draw_timeline
 
-__all__ = ["JSON_VERSION", "add_parser"]
+__all__ = ["JSON_VERSION", "run"]
 
 JSON_VERSION = 1
 """Version of the result that ``--json`` prints."""
@@ -26,35 +20,8 @@ _MAX_SIMULATED = 8
 """Ranks of the command to try: errors of a program seldom need more."""
 
 
-def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add ``explain`` to the commands of ``bagua-ref``."""
-    parser = add_command(
-        commands,
-        "explain",
-        _run,
-        examples=("bagua-ref explain dumps", "bagua-ref explain dumps --json"),
-        description=(
-            "Read what the ranks of a job that hangs have dumped, and say which calls do not match,"
-            " who waits for whom and what the likely cause is. Files are torch's flight recorder's"
-            " (torch_trace_rank_0, ...), those of bagua_ref.explain_hangs(folder) and of"
-            " bagua_ref.flight_recorder, and the output of py-spy dump (spy_rank_0.txt, ...)."
-        ),
-        epilog=(
-            "Exit status is 0 if the job is healthy, 1 if an error was found, and 2 if a dump cannot"
-            " be read or does not belong to the others."
-        ),
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of the dumps")
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw the ranks' last calls; needs matplotlib"
-    )
-
-
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    # Here, as importing torch.distributed takes a second.
-    from bagua_ref.explain import DumpError, explain
-    from bagua_ref.explain.picture import draw_timeline
-
+def run(arguments: Namespace) -> Outcome:
+    """Explain the dumps of a folder."""
     try:
         found = explain(arguments.folder)
     except DumpError as error:
@@ -79,16 +46,14 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         "waits": [call._asdict() for call in found.waits],
         "notes": found.notes,
     }
-    if not arguments.json:
-        lines = [f"note: {note}" for note in found.notes]
-        if finding is None:
-            lines.append(f"healthy: {len(dumps)} dumps show no rank that hangs")
-        else:
-            lines.append(f"found: {finding.message}")
-            if found.cause:
-                lines.append(f"{found.certainty} cause: {found.cause}")
-            lines.append(f"try: {command}")
-        print("\n".join(map(one_line, lines)).replace(os.getcwd() + os.sep, ""))
-    write_json(arguments, result)
-    write_picture(lambda: draw_timeline(found, COLORS), arguments.png)
-    return 1 if finding else 0
+    lines = [f"note: {note}" for note in found.notes]
+    if finding is None:
+        lines.append(f"healthy: {len(dumps)} dumps show no rank that hangs")
+    else:
+        lines.append(f"found: {finding.message}")
+        if found.cause:
+            lines.append(f"{found.certainty} cause: {found.cause}")
+        lines.append(f"try: {command}")
+    text = "\n".join(map(one_line, lines)).replace(os.getcwd() + os.sep, "")
+    picture = write_picture(lambda: draw_timeline(found, COLORS), arguments.png)
+    return Outcome(text + picture, result, int(finding is not None))

@@ -4,104 +4,50 @@ consensus.
 
 from __future__ import annotations
 
-import argparse
 import math
 import textwrap
+from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bagua_ref.cli.command import (
-    Commands,
-    add_command,
+    CommandError,
+    Outcome,
+    check_choice,
     foreign_code,
     load_object,
-    number,
-    write_json,
     write_picture,
 )
 from bagua_ref.formulas.graphs import MODES, Graph, checked_graph
 from bagua_ref.formulas.mixing import Mixing, mixing
 
-__all__ = ["add_parser", "draw_graphs", "verdict"]
+__all__ = ["draw_graphs", "run", "verdict"]
 
-_MAX_RANKS = 1024  # a matrix of these has 8 MB
 _MAX_DRAWN = 64  # ranks whose numbers fit in their circles
 _PANELS, _COLUMNS = 12, 4
 
 
-def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add ``graph`` to the commands of ``bagua-ref``."""
-    graph = add_command(
-        commands,
-        "graph",
-        _graph,
-        examples=(
-            "bagua-ref graph ring --ranks 8",
-            "bagua-ref graph mycode:my_graph --ranks 8 --period 3",
-        ),
-        description=(
-            "Print the graphs of a peer_selection_mode: in each round, who sends to whom; and how"
-            " fast averaging along them brings ranks to consensus."
-        ),
-    )
-    graph.add_argument(
-        "mode",
-        metavar="MODE",
-        help=f"{', '.join(MODES)}; or pkg.mod:function, a function (t, n) -> graph of your own",
-    )
-    graph.add_argument(
-        "--ranks",
-        type=number(1, _MAX_RANKS, integer=True),
-        required=True,
-        metavar="N",
-        help="number of ranks (hierarchical: of nodes)",
-    )
-    graph.add_argument(
-        "--period",
-        type=number(1, 1e6, integer=True),
-        metavar="P",
-        help="number of rounds after which a function's graphs repeat (default: 1)",
-    )
-    graph.add_argument(
-        "--tolerance",
-        type=number(1e-300, 0.999),
-        default=1e-6,
-        metavar="X",
-        help=(
-            "distance from the mean, relative to that at the start, that counts as consensus"
-            " (default: %(default)s)"
-        ),
-    )
-    graph.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw the graphs of the rounds; needs matplotlib"
-    )
-
-
-def _graph(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> Outcome:
+    """Print the graphs of a mode or a function, and how they mix."""
     mode, n = arguments.mode, arguments.ranks
     if arguments.png is not None and n > _MAX_DRAWN:
-        parser.error(f"argument --png: pictures have up to {_MAX_DRAWN} ranks, not {n}")
-    if mode in MODES:
-        if arguments.period is not None:
-            parser.error("argument --period: it is for functions only; modes have their own")
-        if not MODES[mode].takes(n):
-            parser.error(f"argument --ranks: {mode} needs {MODES[mode].sizes} of ranks, not {n}")
-        graphs = MODES[mode].graphs(n)
-    elif ":" in mode:
+        raise CommandError(f"argument --png: pictures have up to {_MAX_DRAWN} ranks, not {n}")
+    if ":" in mode:
         graphs = _of_function(mode, n, arguments.period or 1)
     else:
-        parser.error(
-            f"argument MODE: invalid choice: {mode!r} (choose from {', '.join(MODES)}), nor of the"
-            " form pkg.mod:function"
-        )
+        check_choice("MODE", [mode], [*MODES, "pkg.mod:function"])
+        if arguments.period is not None:
+            raise CommandError("argument --period: it is for functions only; modes have their own")
+        if not MODES[mode].takes(n):
+            raise CommandError(
+                f"argument --ranks: {mode} needs {MODES[mode].sizes} of ranks, not {n}"
+            )
+        graphs = MODES[mode].graphs(n)
     found = mixing(graphs, arguments.tolerance)
     summary = verdict(found, arguments.tolerance)
-    if not arguments.json:
-        _print(mode, graphs, found, summary)
     title = f"{mode}, {n} ranks: {summary}, spectral gap {found.spectral_gap:.3g}"
     title += f" per period of {found.period} rounds" if found.period > 1 else ""
-    write_picture(lambda: draw_graphs(graphs, title), arguments.png)
+    picture = write_picture(lambda: draw_graphs(graphs, title), arguments.png)
     result = {
         "mode": mode,
         "ranks": n,
@@ -115,8 +61,7 @@ def _graph(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         "exact": found.exact,
         "picture": None if arguments.png is None else str(arguments.png),
     }
-    write_json(arguments, result)
-    return 0
+    return Outcome(_text(mode, graphs, found, summary) + picture, result)
 
 
 def verdict(found: Mixing, tolerance: float) -> str:
@@ -136,29 +81,28 @@ def _of_function(path: str, n: int, period: int) -> list[Graph]:
     return graphs
 
 
-def _print(mode: str, graphs: list[Graph], found: Mixing, summary: str) -> None:
+def _text(mode: str, graphs: list[Graph], found: Mixing, summary: str) -> str:
     n, period = len(graphs[0]), len(graphs)
     same = "the same graph in every round" if period == 1 else f"a period of {period} rounds"
-    print(f"{mode} on {n} rank{'s' * (n != 1)}, {same}")
+    lines = [f"{mode} on {n} rank{'s' * (n != 1)}, {same}"]
     for t, graph in enumerate(graphs):
         when = "" if period == 1 else f" (t = {t}, {t + period}, {t + 2 * period}, ...)"
-        print(f"\nround {t}{when}")
-        print(_wrapped(_sends(graph)) or "  nobody sends")
+        sends = ", ".join(_sends(graph)) or "nobody sends"
+        lines += [
+            f"\nround {t}{when}",
+            textwrap.indent(textwrap.fill(sends, 78, break_on_hyphens=False), "  "),
+        ]
     of = "of the matrix of a round"
     if period > 1:
         of = f"of {period} rounds; {found.gap_per_round:.6g} per round (geometric mean)"
-    print(f"\nconsensus     {summary}")
-    print(f"spectral gap  {found.spectral_gap:.6g} {of}")
-    print(
-        f"\nNext: bagua-ref advise --algorithm \"decentralized:peer_selection_mode='{mode}'\" ..."
+    return "\n".join(
+        [
+            *lines,
+            f"\nconsensus     {summary}",
+            f"spectral gap  {found.spectral_gap:.6g} {of}",
+            f"\nNext: bagua-ref advise --algorithm \"decentralized:peer_selection_mode='{mode}'\" ...",
+        ]
     )
-
-
-def _wrapped(items: list[str]) -> str:
-    """Return lines of up to 80 characters that break no item."""
-    joined = ", ".join(item.replace(" ", "\0") for item in items)
-    lines = textwrap.wrap(joined, 78, break_on_hyphens=False, break_long_words=False)
-    return "\n".join(f"  {line}" for line in lines).replace("\0", " ")
 
 
 def _sends(graph: Graph) -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,9 @@ from torch.multiprocessing.spawn import spawn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
-from bagua_ref.cli.command import (
-    CommandError,
-    Commands,
-    add_command,
-    become_rank,
-    print_rows,
-    write_json,
-)
+from bagua_ref.cli.command import CommandError, Outcome, become_rank, table
 
-__all__ = ["add_parser"]
+__all__ = ["run"]
 
 _RANKS, _STEPS, _TIMEOUT = 2, 24, 60.0
 _ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -37,22 +30,8 @@ _EQUAL = ("gradient_allreduce", "bytegrad", "local_sgd")
 """Algorithms with equal weights on all ranks after the last step."""
 
 
-def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add ``selftest`` to the commands of ``bagua-ref``."""
-    add_command(
-        commands,
-        "selftest",
-        _selftest,
-        examples=("bagua-ref selftest",),
-        description=(
-            "Train a small model with four algorithms in two processes that communicate over gloo,"
-            " and check that it learns and that ranks agree; takes about ten seconds."
-        ),
-        epilog="Exit status is 0 if all trainings passed, 1 if one failed and 2 on errors.",
-    )
-
-
-def _selftest(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> Outcome:
+    """Run the trainings in new processes."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "results.json")
@@ -66,24 +45,16 @@ def _selftest(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             ) from None
         rows = json.loads(path.read_text(encoding="utf-8"))
     failed = [row["algorithm"] for row in rows if row["problem"]]
-    if not arguments.json:
-        cells = [
-            (row["algorithm"], f"{row['first']:.3g}", f"{row['last']:.3g}", row["problem"] or "ok")
-            for row in rows
-        ]
-        seconds = time.perf_counter() - began
-        print_rows(
-            f"{_RANKS} ranks over gloo, {_STEPS} steps each, {seconds:.0f} s",
-            ("", "first loss", "last loss", ""),
-            cells,
-        )
-        print(
-            f"FAILED: {', '.join(failed)}. Next: bagua-ref doctor"
-            if failed
-            else "OK. Next: bagua-ref advise, to choose an algorithm for your network"
-        )
-    write_json(arguments, {"passed": not failed, "rows": rows})
-    return int(bool(failed))
+    title = f"{_RANKS} ranks over gloo, {_STEPS} steps each, {time.perf_counter() - began:.0f} s"
+    cells = [
+        (row["algorithm"], f"{row['first']:.3g}", f"{row['last']:.3g}", row["problem"] or "ok")
+        for row in rows
+    ]
+    then = "OK. Next: bagua-ref advise, to choose an algorithm for your network"
+    if failed:
+        then = f"FAILED: {', '.join(failed)}. Next: bagua-ref doctor"
+    text = table(title, ("", "first loss", "last loss", ""), cells)
+    return Outcome(f"{text}\n{then}", {"passed": not failed, "rows": rows}, int(bool(failed)))
 
 
 def _train(rank: int, port: int, path: str) -> None:

@@ -2,121 +2,63 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from bagua_ref.base.untrusted import one_line
-from bagua_ref.cli.command import Commands, add_command, write_json, write_picture
-from bagua_ref.record import RankRecording, diff_records, draw_distances, read_recording
-from bagua_ref_cli import COMMANDS
+from bagua_ref.cli.command import Outcome, table, write_picture
+from bagua_ref.record import diff_records, draw_distances, read_recording
 
-__all__ = ["add_parser"]
-
-
-def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add ``trace diff`` and ``trace show`` to the commands of ``bagua-ref``."""
-    trace = commands.add_parser(
-        "trace",
-        help=COMMANDS["trace"],
-        description=(
-            "A recording is what bagua_ref.record wrote during a run: digests of everything each"
-            " step computes."
-        ),
-    )
-    trace.set_defaults(parser=trace)
-    verbs = trace.add_subparsers(title="commands", metavar="COMMAND")
-    diff = add_command(
-        verbs,
-        "diff",
-        _diff,
-        examples=("bagua-ref trace diff run1 run2",),
-        help="find where two recorded runs diverge",
-        description=(
-            "Compare two recordings: find the first value that differs although everything it"
-            " depends on is equal, and its likely cause."
-        ),
-        epilog=(
-            "Exit status is 0 if the recordings are equal, 1 if they differ, and 2 if they cannot"
-            " be compared."
-        ),
-    )
-    for name in "ab":
-        diff.add_argument(
-            name,
-            type=Path,
-            metavar="DIR",
-            help="folder that contains rank0, rank1, ... of one run",
-        )
-    diff.add_argument(
-        "--png", type=Path, metavar="FILE", help="plot the distance by step; needs matplotlib"
-    )
-    show = add_command(
-        verbs,
-        "show",
-        _show,
-        examples=("bagua-ref trace show run1",),
-        help="summarize a recording",
-        description="Summarize what was recorded.",
-        epilog="Exit status is 0 on success and 2 if the recording cannot be read.",
-    )
-    show.add_argument(
-        "directory", type=Path, metavar="DIR", help="folder that contains rank0, rank1, ..."
-    )
+__all__ = ["run"]
 
 
-def _diff(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> Outcome:
+    """Run ``trace diff`` or ``trace show``."""
+    if arguments.name == "trace show":
+        return _show(arguments.directory)
     report = diff_records(arguments.a, arguments.b)
-    if not arguments.json:
-        print(report)
-    write_json(arguments, report.as_json())
-    write_picture(lambda: draw_distances(report), arguments.png)
-    return 0 if report.first is None else 1
+    first, then = report.first, "nothing: both runs compute the same bits"
+    if first is not None:
+        then = f"stop both runs in step {first.step} and look at {first.record}"
+    picture = write_picture(lambda: draw_distances(report), arguments.png)
+    return Outcome(f"{report}\nNext: {then}{picture}", report.as_json(), int(first is not None))
 
 
-def _show(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    ranks = read_recording(arguments.directory)
-    found = _summary(ranks)
-    if not arguments.json:
-        lines = [
-            f"Command: {shlex.join(found['command'])}",
-            "Process: " + ", ".join(f"{name} {value}" for name, value in found["settings"].items()),
-            f"{'rank':>4} {'steps':>6} {'first':>6} {'last':>6}  state",
-            *(
-                f"{rank:4} {len(steps):6} {steps[0] if steps else '-':>6}"
-                f" {steps[-1] if steps else '-':>6}  {of_rank['state']}"
-                for rank, of_rank in enumerate(found["ranks"])
-                for steps in [of_rank["steps"]]
-            ),
-            f"Entries of step {found['step']}, rank 0: "
-            + ", ".join(f"{count} {kind}" for kind, count in found["entries"].items()),
-        ]
-        print("\n".join(map(one_line, lines)))
-    write_json(arguments, found)
-    return 0
-
-
-def _summary(ranks: list[RankRecording]) -> dict[str, Any]:
-    first = ranks[0]
-    step, last = max(first.steps.items(), default=(None, None))
-    return {
-        "command": first.manifest["command"],
-        "settings": first.manifest["settings"],
-        "ranks": [
-            {
-                "steps": sorted(rank.steps),
-                "state": (
-                    f"stopped: {stopped}"
-                    if (stopped := rank.manifest.get("stopped"))
-                    else "complete"
-                    if rank.manifest["complete"]
-                    else "not ended"
-                ),
-            }
-            for rank in ranks
-        ],
-        "step": step,
-        "entries": Counter(name.partition(":")[0] for name in last.entries) if last else {},
-    }
+def _show(folder: Path) -> Outcome:
+    ranks = read_recording(folder)
+    manifest = ranks[0].manifest
+    step, last = max(ranks[0].steps.items(), default=(None, None))
+    entries = Counter(name.partition(":")[0] for name in last.entries) if last else Counter[str]()
+    states: list[dict[str, Any]] = []
+    for rank in ranks:
+        state = "complete" if rank.manifest["complete"] else "not ended"
+        if stopped := rank.manifest.get("stopped"):
+            state = f"stopped: {stopped}"
+        states.append({"steps": sorted(rank.steps), "state": one_line(state)})
+    rows = [
+        (number, len(steps), steps[0] if steps else "-", steps[-1] if steps else "-", each["state"])
+        for number, each in enumerate(states)
+        for steps in [each["steps"]]
+    ]
+    process = ", ".join(f"{name} {value}" for name, value in manifest["settings"].items())
+    kinds = ", ".join(f"{count} {kind}" for kind, count in entries.items())
+    lines = [
+        one_line(f"Command: {shlex.join(manifest['command'])}"),
+        one_line(f"Process: {process}"),
+        table("", ("rank", "steps", "first", "last", "state"), rows),
+        one_line(f"Entries of step {step}, rank 0: {kinds}"),
+        "Next: bagua-ref trace diff compares it with another one",
+    ]
+    return Outcome(
+        "\n".join(lines),
+        {
+            "command": manifest["command"],
+            "settings": manifest["settings"],
+            "ranks": states,
+            "step": step,
+            "entries": entries,
+        },
+    )

@@ -4,8 +4,9 @@ equal; and its report.
 
 from __future__ import annotations
 
-import math
+import json
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ class DifferenceReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON values, with infinities and NaN as text."""
-        return {"equal": self.first is None, **_plain(asdict(self))}
+        values = json.loads(json.dumps(asdict(self)), parse_constant=str)
+        return {"equal": self.first is None, **values}
 
     def __str__(self) -> str:
         ranks = len(self.ranks)
@@ -105,11 +107,7 @@ class DifferenceReport:
 
     def _timeline(self) -> list[str]:
         """Return a line for each group of consecutive steps in which the same kinds differ."""
-        groups: list[list[int]] = []
-        for step in self.steps:
-            if not groups or self.differing[groups[-1][-1]] != self.differing[step]:
-                groups.append([])
-            groups[-1].append(step)
+        groups = [[*group] for _, group in groupby(self.steps, key=self.differing.__getitem__)]
         lines = []
         for group in groups[:_MAX_ROWS]:
             far = {
@@ -215,12 +213,3 @@ def _notes(pair: Pair) -> list[str]:
         for name in sorted(a.keys() | b.keys())
         if a.get(name) != b.get(name)
     ]
-
-
-def _plain(value: Any) -> Any:
-    """Return JSON values, in which infinities and NaN are text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [*map(_plain, value)]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
