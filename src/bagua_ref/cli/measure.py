@@ -4,13 +4,12 @@ advise`` reads.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,16 +24,7 @@ from bagua_ref.algorithms import (
     TopKAlgorithm,
 )
 from bagua_ref.backends import list_codecs
-from bagua_ref.cli.command import (
-    CommandError,
-    Commands,
-    add_command,
-    call_object,
-    number,
-    print_rows,
-    write_file,
-    write_json,
-)
+from bagua_ref.cli.command import CommandError, Outcome, call_object, table, write_file
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.formulas.costs import LinkCost, LinkCosts
@@ -48,7 +38,7 @@ from bagua_ref.planning import (
 )
 from bagua_ref.simulation import SimulatedWorld
 
-__all__ = ["add_parser", "check_fits", "fit_links", "time_operations", "times_of"]
+__all__ = ["check_fits", "fit_links", "run", "time_operations", "times_of"]
 
 _SIZES = (1 << 6, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 """Elements of the all-reduced tensors."""
@@ -62,45 +52,8 @@ _SMALL, _LARGE = 24, 512
 """Rows and columns of each bucket's matrix; `powersgd` compresses even the small ones."""
 
 
-def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add ``measure`` to the commands of ``bagua-ref``."""
-    measure = add_command(
-        commands,
-        "measure",
-        _measure,
-        examples=("torchrun --nproc-per-node 2 -m bagua_ref.cli measure --output costs.json",),
-        description=(
-            "Fit latency and bandwidth of the links inside nodes and between them to the times of"
-            " all-reduces, time codecs and a training step, and write the costs that bagua-ref"
-            " advise reads. Start it on every rank, as in: torchrun --nproc-per-node 2 -m"
-            " bagua_ref.cli measure --output costs.json"
-        ),
-    )
-    measure.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="the file that rank 0 writes"
-    )
-    measure.add_argument(
-        "--step",
-        metavar="PKG.MOD:FACTORY",
-        help="a function that returns a function, which runs one forward and backward pass",
-    )
-    measure.add_argument(
-        "--repeat",
-        type=number(2, 1e6, integer=True),
-        default=10,
-        metavar="N",
-        help="times that each is run (default: %(default)s)",
-    )
-    measure.add_argument(
-        "--residual",
-        type=number(0, 1e12),
-        default=0.3,
-        metavar="X",
-        help="refuse fits that are off by more than this part of a time (default: %(default)s)",
-    )
-
-
-def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> Outcome:
+    """Measure on all ranks; the first one reports."""
     step = None if arguments.step is None else call_object(arguments.step)
     if step is not None and not callable(step):
         raise CommandError(
@@ -123,8 +76,6 @@ def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         rank, ranks = bagua_ref.get_rank(), bagua_ref.get_world_size()
     finally:
         bagua_ref.destroy_process_group()
-    if rank != 0:
-        return 0
     result = {
         "between": links.get("between"),
         "inside": links.get("inside"),
@@ -135,13 +86,11 @@ def _measure(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         "about": f"measured on {ranks} ranks, with {arguments.repeat} repeats",
         "residuals": {kind: residuals for kind, (_, residuals) in fits.items()},
     }
+    if rank:
+        return Outcome("", None)
     write_file(arguments.output, json.dumps(result, indent=2) + "\n")
-    if not arguments.json:
-        _print(result)
-        print(f"Costs: {arguments.output}")
-        print(f"Next: bagua-ref advise --measured {arguments.output}")
-    write_json(arguments, result)
-    return 0
+    then = f"Next: bagua-ref advise --measured {arguments.output}"
+    return Outcome(f"{_text(result)}\nCosts: {arguments.output}\n{then}", result)
 
 
 def check_fits(residuals_of: dict[str, list[float]], limit: float) -> None:
@@ -218,7 +167,7 @@ def time_operations(repeat: int, links: LinkCosts) -> tuple[dict[str, float], di
     for name, algorithm in kinds.items():
         if name:
             small, large = SimulatedWorld(1).run(partial(_alone, algorithm, repeat))[0]
-            passed = sum(n for _, n in _exchange(algorithm, _LARGE, Cluster((1,))).work)
+            passed = sum(_exchange(algorithm, _LARGE, Cluster((1,))).work.values())
             rates[name] = max(0.0, (large - small) / passed)
         exchange = _exchange(algorithm, _SMALL, nodes)
         machine = Machine(links, 0.0, codec=rates, at_once=True)
@@ -263,7 +212,7 @@ def times_of(run: Callable[[], Any], repeat: int) -> list[float]:
     return times[2:]
 
 
-def _print(result: dict[str, Any]) -> None:
+def _text(result: dict[str, Any]) -> str:
     rows = []
     for kind, residuals in result["residuals"].items():
         alpha, beta = result[kind]
@@ -276,4 +225,4 @@ def _print(result: dict[str, Any]) -> None:
         rows.append((f"operation {name or 'without a codec'}", f"{cost * 1e6:,.4g}", "us"))
     if result["compute"] is not None:
         rows.append(("compute", f"{result['compute'] * 1e3:,.4g}", "ms"))
-    print_rows("Measured costs", ("", "", "unit"), rows)
+    return table("Measured costs", ("", "", "unit"), rows)

@@ -1,6 +1,7 @@
 """Plans of trainings: what each algorithm sends in each step, and how long a step takes (S14)."""
 
-from bagua_ref.planning.plans import Cluster, Exchange, StepPlan, module_of, plan_of
+from bagua_ref.planning.exchanges import Cluster, Exchange
+from bagua_ref.planning.plans import StepPlan, module_of, plan_of
 from bagua_ref.planning.pricing import (
     Machine,
     Prediction,

@@ -9,17 +9,16 @@ is computed with large tensors of floats: they are zeros that take no memory.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import mmap
 import threading
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,69 +36,13 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.data_parallel.training import Options
 from bagua_ref.data_parallel.wrapping import context_of, wrap
 from bagua_ref.groups.process_group import init_process_group
+from bagua_ref.planning.exchanges import Call, Cluster, Exchange
 from bagua_ref.types import ReduceOp
 
-__all__ = ["Call", "Counted", "Recorded", "count"]
+__all__ = ["count"]
 
 _SMALL = 1024
 """Elements up to which tensors have memory, as flags and checksums must have values."""
-
-
-class Call(NamedTuple):
-    """A call of a collective.
-
-    Attributes:
-        collective: the name of its formula in `bagua_ref.formulas.costs`, such as "all_reduce".
-        among: "global": all ranks; "inter": the leaders; "intra": the ranks of each node.
-        numel: elements of a rank's tensor; of all-gather and scatter, of a rank's chunk.
-        itemsize: bytes of an element.
-        root: of broadcast, reduce, gather and scatter.
-        pairs: of an exchange, (source, destination, bytes) of all ranks.
-    """
-
-    collective: str
-    among: str
-    numel: int = 0
-    itemsize: int = 1
-    root: int = 0
-    pairs: tuple[tuple[int, int, int], ...] = ()
-
-
-@dataclasses.dataclass
-class Recorded:
-    """An operation on a bucket, as one rank ran it.
-
-    Attributes:
-        key: the run of the bucket and its operation; None: communication outside of buckets.
-        began: step from 0, and its part: "forward", "backward" or "step".
-        nbytes: of the bucket, without padding.
-        calls: its communication.
-        elements: those that this rank encodes and decodes, by codec.
-        waited: when training waited for the end, as ``began``; None: never.
-        in_background: whether it belongs to a thread that nothing waits for.
-    """
-
-    key: Any
-    began: tuple[int, str]
-    nbytes: int
-    calls: list[Call] = dataclasses.field(default_factory=list)
-    elements: Counter[str] = dataclasses.field(default_factory=Counter)
-    waited: tuple[int, str] | None = None
-    in_background: bool = False
-
-
-class Counted(NamedTuple):
-    """A rank's training.
-
-    Attributes:
-        steps: the operations of each step.
-        interval: seconds from one round in the background to the next; None: there are none.
-        memory: bytes beyond weights, gradients and optimizer state: state, and scratch at its peak.
-    """
-
-    steps: list[list[Recorded]]
-    interval: float | None
-    memory: tuple[int, int]
 
 
 class _Parked(BaseException):
@@ -116,14 +59,13 @@ class _World(World):
 
     has_streams = False
 
-    def __init__(self, rank: int, node_of: Sequence[int]) -> None:
-        node = node_of[rank]
-        self.known_identity = Identity(
-            rank, len(node_of), node_of[:rank].count(node), node_of.count(node), node
-        )
-        self.node_of, self.transport = tuple(node_of), self
+    def __init__(self, rank: int, cluster: Cluster) -> None:
+        node = cluster.node_of[rank]
+        ranks = cluster.ranks[node]
+        self.known_identity = Identity(rank, cluster.n, rank - ranks[0], len(ranks), node)
+        self.cluster, self.node_of, self.transport = cluster, tuple(cluster.node_of), self
         self.phase, self.step = "", 0
-        self.recorded: list[Recorded] = []
+        self.recorded: list[Exchange] = []
         self.interval: float | None = None
         self.running: Callable[[], None] | None = None
         self.job: Any = None
@@ -145,7 +87,7 @@ class _World(World):
         """The operation on a bucket that is running, if any."""
         return getattr(getattr(self.job, "bucket", None), "running", None)
 
-    def current(self) -> Recorded:
+    def current(self) -> Exchange:
         """Return the record of the operation under way; while wrapping, one that is thrown away."""
         key = None if self.job is None else (id(self.job), id(self.op))
         bucket, began = getattr(self.job, "bucket", None), (self.step, self.phase)
@@ -153,9 +95,10 @@ class _World(World):
             return self.recorded[-1]
         # the calling thread itself waits, unless the worker runs
         waited = began if self.running is None else None
-        known = Recorded(key, began, 0 if bucket is None else bucket.bytes(), waited=waited)
+        nbytes = 0 if bucket is None else bucket.bytes()
+        known = Exchange(key, began, self.cluster, nbytes, waited)
         if hasattr(self.op, "work"):
-            known.elements.update(dict([self.op.work()]))
+            known.work.update(dict([self.op.work()]))
         if self.phase:
             self.recorded.append(known)
         return known
@@ -406,10 +349,10 @@ def _backend(world: _World) -> ReferenceBackend:
                 self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
             ) -> None:
                 chunks = 1 if target_chunk is None else num_chunks
-                world.current().elements[self.name] += x.numel() // chunks
+                world.current().work[self.name] += x.numel() // chunks
 
             def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-                world.current().elements[self.name] += out.numel()
+                world.current().work[self.name] += out.numel()
 
         return Counting
 
@@ -449,28 +392,33 @@ def _shortened(algorithm: Any, parameters: Sequence[Tensor]) -> tuple[Any, list[
 def count(
     algorithm: Any,
     module: torch.nn.Module,
-    node_of: Sequence[int],
+    cluster: Cluster,
     bucket_bytes: int | None,
     warm: int,
     cycle: int,
     rank: int,
-) -> Counted:
+) -> tuple[list[list[Exchange]], float | None, tuple[int, int]]:
     """Count the communication of one rank in the first steps of a training, after one warm-up step if
     there is any.
 
     Args:
         algorithm: with its options.
         module: its parameters may be on "meta"; a copy of it is trained.
-        node_of: the node of each rank.
+        cluster: the ranks.
         rank: the one that is counted.
         warm: steps of the warm-up, 0 or 1.
         cycle: the steps that follow. As many later ones are taken, in which training waits for these.
         bucket_bytes: as of `plan_of`.
 
+    Returns:
+        The operations of each step; seconds from one round in the background to the next, None if
+        there are none; and bytes beyond weights, gradients and optimizer state: state, and scratch
+        at its peak.
+
     Raises:
         ValueError, TypeError: as for wrapping on these ranks.
     """
-    world, lazy = _World(rank, node_of), _Lazy()
+    world, lazy = _World(rank, cluster), _Lazy()  # type: ignore[no-untyped-call]
     with (
         use_world(world),
         warnings.catch_warnings(),
@@ -507,9 +455,9 @@ def count(
             world.phase = ""
             training.withdraw()
             training.close()
-    found = [k for k in world.recorded if k.calls or any(k.elements.values())]
+    found = [k for k in world.recorded if k.calls or any(k.work.values())]
     steps = [[known for known in found if known.began[0] == step] for step in range(warm + cycle)]
     if world.interval is not None:
         steps = [[known for known in found if known.in_background]] * (warm + cycle)
     state, scratch = map(max, zip(*memory[1:], strict=True))  # the first step makes the gradients
-    return Counted(steps, world.interval, (max(0, state - usual), scratch))
+    return steps, world.interval, (max(0, state - usual), scratch)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bagua_ref.formulas.costs import FORWARD, LinkCost, LinkCosts, overlap
-from bagua_ref.planning.plans import Exchange, StepPlan, scaled
+from bagua_ref.planning.exchanges import Exchange, scaled
+from bagua_ref.planning.plans import StepPlan
 
 __all__ = [
     "Machine",
@@ -90,9 +91,9 @@ def own_seconds(exchange: Exchange, machine: Machine) -> float:
     elements (S14.3).
     """
     operation, codec = machine.operation, machine.codec
-    kind = exchange.work[0][0] if exchange.work else ""
+    kind = next((name for name, elements in exchange.work.items() if elements), "")
     return operation.get(kind, max(operation.values(), default=0.0)) + sum(
-        elements * codec.get(name, codec.get("", 0.0)) for name, elements in exchange.work
+        elements * codec.get(name, codec.get("", 0.0)) for name, elements in exchange.work.items()
     )
 
 
