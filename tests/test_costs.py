@@ -31,24 +31,6 @@ def test_S14_1_the_messages_of_three_ranks_are_those_worked_out_by_hand() -> Non
     assert costs.one_round([(0, 0, 9), (0, 1, 3)]) == [[(0, 1, 3)]]
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        costs.reduce_scatter([4]),
-        costs.all_gather([4]),
-        costs.all_reduce([4]),
-        costs.broadcast(4, 1),
-        costs.reduce(4, 1),
-        costs.gather([4]),
-        costs.scatter([4]),
-        costs.all_to_all([[4]]),
-        costs.one_round([]),
-    ],
-)
-def test_S14_1_one_rank_alone_has_no_rounds(operation: costs.Operation) -> None:
-    assert operation == []
-
-
 def test_S14_1_counts_and_times_on_two_nodes_are_those_worked_out_by_hand() -> None:
     all_reduce, node_of = costs.all_reduce([8, 8, 8, 8]), [0, 0, 1, 1]
     inside, between = Traffic(48, 6, 0, 0), Traffic(0, 0, 48, 6)

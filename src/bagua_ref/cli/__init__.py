@@ -18,8 +18,8 @@ __all__ = ["main", "run"]
 
 def run(parser: Parser, arguments: Namespace) -> int:
     """Run the command of these arguments, print its outcome and return the exit code."""
-    command = import_module(f"bagua_ref.cli.{arguments.name.partition(' ')[0]}")
     try:
+        command = import_module(f"bagua_ref.cli.{arguments.name.partition(' ')[0]}")
         if getattr(arguments, "png", None) is not None:
             require("--png", "demo", "matplotlib")
         # Other output, such as that of a tested implementation, must not get between the lines of
@@ -33,6 +33,8 @@ def run(parser: Parser, arguments: Namespace) -> int:
             print(text if arguments.json else "", end="")
             if arguments.json_file:
                 write_file(arguments.json_file, text)
+        for path, text in outcome.files:
+            write_file(path, text)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)

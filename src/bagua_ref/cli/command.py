@@ -51,11 +51,13 @@ class Outcome(NamedTuple):
         text: what it prints.
         result: what ``--json`` prints instead; None: nothing.
         code: the exit code.
+        files: what is written then, by path.
     """
 
     text: str
     result: Any
     code: int = 0
+    files: Sequence[tuple[Path, str]] = ()
 
 
 def write_file(path: Path, text: str) -> None:

@@ -35,7 +35,6 @@ from bagua_ref.cli.command import (
     check_choice,
     require,
     table,
-    write_file,
 )
 from bagua_ref.data_parallel.wrapping import Recipe, call_if_there
 
@@ -73,8 +72,11 @@ RECIPES = {
         | _OPTIONS.get(name, {}),
         "the demo",
     )
-    for name, (kind, _) in GlobalAlgorithmRegistry.items()
+    for name, (kind, _) in sorted(
+        GlobalAlgorithmRegistry.items(), key=lambda item: item[0] != "gradient_allreduce"
+    )
 }
+"""Algorithms by name, the one to compare with first."""
 
 
 @dataclass(frozen=True)
@@ -275,11 +277,14 @@ def run(arguments: Namespace) -> Outcome:
         "versions": {"torch": torch.__version__, "bagua_ref": bagua_ref.__version__},
         "results": [asdict(outcome) for outcome in outcomes],
     }
-    write_file(arguments.output / "results.json", json.dumps(results, indent=2) + "\n")
     page = arguments.output / "index.html"
-    write_file(page, _page(title, outcomes, settings))
-    then = "Next: bagua-ref advise, which predicts times for your model and network"
-    return Outcome(f"{text}\nCurves: {page}\n{then}", results)
+    text += f"\nCurves: {page}"
+    text += "\nNext: bagua-ref advise, which predicts times for your model and network"
+    files = [
+        (arguments.output / "results.json", json.dumps(results, indent=2) + "\n"),
+        (page, _page(title, outcomes, settings)),
+    ]
+    return Outcome(text, results, files=files)
 
 
 def _line(outcome: TrainingOutcome) -> str:

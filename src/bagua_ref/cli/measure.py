@@ -24,7 +24,7 @@ from bagua_ref.algorithms import (
     TopKAlgorithm,
 )
 from bagua_ref.backends import list_codecs
-from bagua_ref.cli.command import CommandError, Outcome, call_object, table, write_file
+from bagua_ref.cli.command import CommandError, Outcome, call_object, table
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.formulas.costs import LinkCost, LinkCosts
@@ -88,9 +88,10 @@ def run(arguments: Namespace) -> Outcome:
     }
     if rank:
         return Outcome("", None)
-    write_file(arguments.output, json.dumps(result, indent=2) + "\n")
-    then = f"Next: bagua-ref advise --measured {arguments.output}"
-    return Outcome(f"{_text(result)}\nCosts: {arguments.output}\n{then}", result)
+    text = f"{_text(result)}\nCosts: {arguments.output}"
+    text += f"\nNext: bagua-ref advise --measured {arguments.output}"
+    files = [(arguments.output, json.dumps(result, indent=2) + "\n")]
+    return Outcome(text, result, files=files)
 
 
 def check_fits(residuals_of: dict[str, list[float]], limit: float) -> None:

@@ -24,7 +24,9 @@ def run(arguments: Namespace) -> Outcome:
     if first is not None:
         then = f"stop both runs in step {first.step} and look at {first.record}"
     picture = write_picture(lambda: draw_distances(report), arguments.png)
-    return Outcome(f"{report}\nNext: {then}{picture}", report.as_json(), int(first is not None))
+    return Outcome(
+        f"{report}\n{one_line(f'Next: {then}')}{picture}", report.as_json(), int(first is not None)
+    )
 
 
 def _show(folder: Path) -> Outcome:

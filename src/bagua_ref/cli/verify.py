@@ -18,7 +18,6 @@ from bagua_ref.cli.command import (
     foreign_code,
     require,
     show_progress,
-    write_file,
 )
 from bagua_ref.conformance.clauses import SUITES
 from bagua_ref.conformance.run.report import Result
@@ -68,8 +67,7 @@ def run(arguments: Namespace) -> Outcome:
     except (ValueError, TypeError, AttributeError, ImportError, OSError, BaguaError) as error:
         raise CommandError(str(error)) from None
     end_progress()
-    if arguments.junit is not None:
-        write_file(arguments.junit, report.to_junit())
+    files = [] if arguments.junit is None else [(arguments.junit, report.to_junit())]
     code = 0 if report.passed else 1 if report.ran else 2
     lines = [str(report)]
     if code == 1:
@@ -81,7 +79,7 @@ def run(arguments: Namespace) -> Outcome:
             f"--backend {named.backend} has kernels only; --target {named.backend} checks all of"
             " bagua_ref with them"
         )
-    return Outcome("\n".join(lines), json.loads(report.to_json()), code)
+    return Outcome("\n".join(lines), json.loads(report.to_json()), code, files)
 
 
 @contextlib.contextmanager
