@@ -34,7 +34,7 @@ trainings of predicted_times.json.
 """
 _VALUES = (ast.Constant, ast.Name, ast.UnaryOp)
 _SAME = 0.02
-"""Smaller gains, as a part of a step, count as none."""
+"""Gain, as a part of a step, below which two algorithms count as equally fast."""
 
 
 @dataclass

@@ -46,7 +46,7 @@ _SMALL = 1024
 
 
 class _Parked(BaseException):
-    """Ends the turn of a thread that would wait now."""
+    """Raised in a thread that would wait now, to end its turn."""
 
 
 class _World(World):
@@ -185,7 +185,7 @@ class _Queue(deque[Any]):
 
 
 class _Communicator(Communicator):
-    """Records each call, and returns at once."""
+    """A communicator that records each call and returns at once."""
 
     def __init__(self, world: _World, among: str, rank: int, nranks: int) -> None:
         super().__init__(rank, nranks, among)
@@ -271,8 +271,9 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class _Lazy(TorchDispatchMode):
-    """Large floats are zeros without memory: operations that read or write only them are skipped, and
-    their results are zeros. Those on integers run, as sizes of messages may depend on indices.
+    """A mode in which large floats are zeros without memory: operations that read or write only them
+    are skipped, and their results are zeros. Those on integers run, as sizes of messages may depend
+    on indices.
 
     Attributes:
         live: bytes of large tensors.
