@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,10 @@ import pytest
 from tests import hangs, launch
 from tests.hangs import HANGS, HEALTHY, Hang
 
+import bagua_ref
 from bagua_ref.cli import main
 from bagua_ref.explain import DumpError, Explanation, explain
+from bagua_ref.observe import flight_recorder
 from bagua_ref.simulation.findings import own_error
 from bagua_ref.simulation.observation import Order, observe
 from bagua_ref.simulation.programs import Program
@@ -188,6 +191,94 @@ def test_sizes_of_an_all_to_all_are_named_by_pair(tmp_path: Path) -> None:
     assert found is not None
     assert "rank 0 sends 3 elements to rank 1" in found.message
     assert "rank 1 receives 1" in found.message
+
+
+def test_only_calls_of_the_same_collective_are_compared(tmp_path: Path) -> None:
+    ranks = {"0": {"name": "0", "desc": "", "ranks": "[0, 1]"}}
+    of = {"profiling_name": "nccl:all_to_all", "input_dtypes": ["Float"] * 2}
+    of |= {"output_dtypes": ["Float"] * 2}
+    for rank, count in enumerate((1, 2)):  # rank 1 was dumped a step later, with other sizes
+        sizes = [[2 + rank], [3 + rank]]
+        entries = [entry(n, **of, input_sizes=sizes, output_sizes=sizes) for n in (1, 2)[:count]]
+        path = dump(tmp_path, rank, entries, pg_config=ranks)
+        os.utime(path, ns=(NOW, NOW - 10**12 + (1 + rank) * 10**9))
+    assert explain(tmp_path).finding is None
+
+
+SPY = """Process 42: python -u train.py --lr 0.1
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 42 (idle): "MainThread"
+    0x7f3a2c1b (libtorch_cpu.so)
+    wait (threading.py:320)
+    all_reduce (torch/distributed/distributed_c10d.py:2501)
+        Arguments:
+            tensor: <Tensor at 0x7f31>
+    step (train.py:88)
+    <module> (train.py:100)
+Thread 0x7F31 (active+gil): "checkpoint"
+    write (io.py:7)
+    save (models/io.py:9)
+    run (threading.py:975)
+Thread 57 (idle)
+    select (selectors.py:468)
+
+Process 58: python -c "from multiprocessing.spawn import spawn_main"
+Python v3.11.7 (/usr/bin/python3.11)
+Parent process 42
+
+Thread 58 (idle): "MainThread"
+    load (data.py:5)
+"""
+
+
+def test_stacks_of_py_spy_say_where_a_rank_without_a_recorder_is(tmp_path: Path) -> None:
+    (tmp_path / "spy_rank_1.txt").write_text(SPY)
+    with pytest.raises(DumpError, match=r"only stacks.*: rank 1 is at train.py:88"):
+        explain(tmp_path)
+    dump(tmp_path, 0, [entry(1), pending(2)])
+    result = explain(tmp_path)
+    calls = [stack.call for stack in result.dumps[1].stacks]
+    assert [(call.thread, call.file, call.line) for call in calls] == [
+        ("", "train.py", 88),
+        ("checkpoint", "models/io.py", 9),
+        ("", "", 0),
+    ]
+    assert result.dumps[1].script == "train.py"
+    assert result.finding is not None
+    assert result.finding.kind == "absent"
+    assert "rank 1 has no dump of a flight recorder; it is at train.py:88" in result.finding.message
+
+
+def wait_for_rank_1(folder: str) -> None:
+    bagua_ref.communication.barrier()
+    dumping = threading.Timer(0.5, flight_recorder.dump, [folder])
+    dumping.start()
+    if bagua_ref.get_rank() == 1:
+        dumping.join()
+        time.sleep(1.0)
+    bagua_ref.communication.barrier()
+    dumping.join()
+
+
+def test_our_own_recorder_says_who_waits(tmp_path: Path) -> None:
+    launch.launch(wait_for_rank_1, 2, str(tmp_path))
+    assert explain(tmp_path).finding is None  # nobody has waited for long
+    path = tmp_path / "rank0.json"
+    content = json.loads(path.read_text())
+    content["waits"][0]["since"] -= 100
+    own = {"for": "for its engine", "ranks": [], "since": content["waits"][0]["since"]}
+    content["waits"].append(own)
+    path.write_text(json.dumps(content))
+    finding = explain(tmp_path).finding
+    assert finding is not None
+    assert finding.kind == "absent"
+    assert finding.message.startswith("rank 0 waits in barrier")
+    assert finding.message.endswith("for rank 1 since an unknown line; rank 1 makes no call")
+    path.write_text(json.dumps(content | {"waits": [], "error": "CommunicationError: why"}))
+    finding = explain(tmp_path).finding
+    assert finding is not None
+    assert (finding.kind, finding.message) == ("failed", "rank 0 reports: why")
 
 
 class Bad:

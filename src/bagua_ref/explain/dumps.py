@@ -1,4 +1,4 @@
-"""Dumps of flight recorders and stacks: what is known of each rank, in compact arrays."""
+"""Dumps of flight recorders and stacks, read into one `RankDump` for each rank."""
 
 from __future__ import annotations
 
@@ -8,30 +8,46 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from bagua_ref.simulation.tasks import is_user_code
+from bagua_ref.errors import RankCall
+from bagua_ref.simulation.tasks import is_user_code, place
 
-__all__ = ["LONG", "DumpError", "Operation", "RankDump", "Stack", "Track", "read_dumps"]
+__all__ = ["CALL", "LONG", "DumpError", "Operation", "RankDump", "Ranks", "Stack", "read_dumps"]
 
 LONG = 60.0
-"""Seconds of a wait that is no ordinary one; with a shorter timeout, half of that."""
+"""Seconds after which a wait is too long; with a shorter timeout, half of that."""
+
+CALL = np.dtype(
+    [
+        ("rank", "i4"),
+        ("operation", "i4"),  # index
+        ("number", "i8"),  # sequence number in the group
+        ("created", "i8"),  # nanoseconds since 1970
+        ("timeout", "i8"),  # milliseconds; 0: unknown
+        ("pending", "?"),  # whether the rank still waits for it
+    ]
+)
+"""A collective of one rank, as a row of an array: jobs have millions of them."""
 
 _FILE = re.compile(r"(?:.*[_.-])?rank_?(\d+)(?:-\d+)?(?:\.\w+)?")
 """File names of a rank, such as torch_trace_rank_3, rank3.json and spy_rank_3.txt."""
 
-_LIBRARY = re.compile(r"(site|dist)-packages/|/lib/python3|^torch/|^[\w/]*(threading|runpy)\.py$")
-"""Files that are no user's, also in paths of another machine."""
+_LIBRARY = re.compile(
+    r"(site|dist)-packages/|/lib/python3"
+    r"|^(torch|numpy|lightning|pytorch_lightning|transformers|accelerate|deepspeed|bagua_ref)/"
+)
+"""Libraries' files, also in paths of another machine and in py-spy's short names."""
 
 _PUBLIC = {
     "_all_gather_base": "all_gather_into_tensor",
@@ -41,23 +57,10 @@ _PUBLIC = {
 }
 """What recorders call public functions."""
 
-_DTYPES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "Byte": "uint8",
-    "Char": "int8",
-    "Short": "int16",
-    "Int": "int32",
-    "Long": "int64",
-}
-
 _PROCESSES_FROM = 64
 """Reading fewer ranks takes less time than starting processes."""
 
-
-Ranks = range | tuple[int, ...]
-"""Ranks of a group: thousands of groups of thousands of ranks are ranges, mostly."""
+Ranks = tuple[int, ...]
 
 
 class DumpError(ValueError):
@@ -68,60 +71,36 @@ class Operation(NamedTuple):
     """A collective, as many steps and ranks have it.
 
     Attributes:
+        group: the name of its group.
         text: the operation with its tensors, such as "all_reduce of float32[5]".
         agrees: what must be equal on all ranks: the operation, its elements and dtypes.
         file: of the user's code; empty if it is unknown.
         line: in that file.
-        sent: the elements of each input; in an all-to-all, those for each rank.
-        received: the elements of each output.
     """
 
+    group: str
     text: str
     agrees: str
     file: str
     line: int
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-
-
-class Track(NamedTuple):
-    """One rank's collectives in one group: arrays of equal length, in ascending order.
-
-    Attributes:
-        numbers: sequence numbers in the group.
-        operations: indices of operations.
-        created: nanoseconds since 1970.
-        timeouts: in milliseconds; 0: unknown.
-        pending: whether the rank still waits for it.
-    """
-
-    numbers: NDArray[np.int64]
-    operations: NDArray[np.int64]
-    created: NDArray[np.int64]
-    timeouts: NDArray[np.int64]
-    pending: NDArray[np.bool_]
 
 
 class Stack(NamedTuple):
     """What a thread was doing.
 
     Attributes:
-            thread: its name; empty for the main thread.
-            file: the innermost line of the user's code; empty if there is none.
-            line: in that file.
-            text: of that line, and the functions' names, for guesses.
-            seconds: for which it has not moved; 0 if that is unknown.
-            call: of torch.distributed: ``operation`` and ``group``; of a message its ``peers``; of a
-    collective ``members`` and ``root``; and the elements ``sent`` to ranks and ``received``
-                from them, all as far as they are known. Empty if it makes none.
+        call: its call of torch.distributed, with the innermost line of the user's code; the
+            operation is empty if it makes none. A message waits for its peers.
+        seconds: for which it has not moved; 0 if that is unknown.
+        text: of the line, and the functions' names, for guesses.
+        facts: of the call: of a message its ``peers``; of a collective ``members`` and ``root``; and
+            the elements ``sent`` to ranks and ``received`` from them, all as far as they are known.
     """
 
-    thread: str
-    file: str
-    line: int
-    text: str
+    call: RankCall
     seconds: float
-    call: Mapping[str, Any]
+    text: str
+    facts: Mapping[str, Any]
 
 
 @dataclass
@@ -131,14 +110,14 @@ class RankDump:
     Attributes:
         rank: the global rank.
         time: of the dump, in seconds since 1970.
-        operations: those to which tracks refer.
-        tracks: its collectives, by group's name.
+        operations: those to which calls refer.
+        calls: its collectives, in rows of `CALL`.
         groups: the global ranks of groups, by name, as far as they are known.
         stacks: of its threads, the main thread's first, and pending messages.
-        limit: the seconds from which on a thread's wait is no ordinary one.
+        limit: the seconds after which a thread's wait is too long.
         reason: for which it was dumped, such as "timeout" or "exit"; empty if it is unknown.
-        error: of the rank: ``type``, ``message``, ``file``, ``line`` and whether it is one of
-            ``communication``; None: it has none.
+        error: of the rank: ``type``, ``message`` and whether it is one of ``communication``; None:
+            it has none.
         has_ended: whether the process has ended without an exception.
         world_size: 0 if it is unknown.
         version: of the recorder's format; empty without a recorder's dump.
@@ -149,7 +128,7 @@ class RankDump:
     rank: int
     time: float = 0.0
     operations: list[Operation] = field(default_factory=list)
-    tracks: dict[str, Track] = field(default_factory=dict)
+    calls: NDArray[Any] = field(default_factory=lambda: np.empty(0, CALL))
     groups: dict[str, Ranks] = field(default_factory=dict)
     stacks: list[Stack] = field(default_factory=list)
     limit: float = LONG
@@ -187,87 +166,87 @@ def read_dumps(folder: str | Path) -> dict[int, RankDump]:
             f"{str(folder)!r} has no dumps, which are files such as torch_trace_rank_0;"
             " bagua_ref.explain_hangs(folder) writes them"
         )
-    if len(files) < _PROCESSES_FROM:
-        found = list(map(_read_rank, sorted(files.items())))
-    else:
-        with ProcessPoolExecutor(os.cpu_count()) as pool:
-            found = list(pool.map(_read_rank, sorted(files.items()), chunksize=16))
+    dumps, known = dict[int, RankDump](), dict[Ranks, Ranks]()
+    for dump in _read_ranks(sorted(files.items())):
+        # All ranks list the same groups; thousands of lists of thousands of ranks must be one.
+        dump.groups = {name: known.setdefault(ranks, ranks) for name, ranks in dump.groups.items()}
+        dumps[dump.rank] = dump
     for name in ("version", "world_size"):
-        values = {getattr(dump, name): dump.rank for dump in found if getattr(dump, name)}
+        values = {getattr(dump, name): rank for rank, dump in dumps.items() if getattr(dump, name)}
         if len(values) > 1:
             texts = [f"rank {rank}'s has {name} {value}" for value, rank in values.items()]
             raise DumpError(
                 f"the dumps in {str(folder)!r} are of different runs: {', '.join(texts)}"
             )
-        for size in values if name == "world_size" else ():
-            if found[-1].rank >= size:
-                raise DumpError(
-                    f"{str(files[found[-1].rank][0])!r} is of another run: the job has {size} ranks"
-                )
-    return {dump.rank: dump for dump in found}
+    if not any(dump.version or dump.world_size for dump in dumps.values()):
+        calls = [dump.stacks[0].call for dump in dumps.values() if dump.stacks]
+        at = ", ".join(f"rank {one.rank} is at {place(one.file, one.line)}" for one in calls[:8])
+        raise DumpError(
+            f"{str(folder)!r} has only stacks, which do not tell in which collectives ranks wait,"
+            f" nor since when; add the dumps of a flight recorder: {at}"
+        )
+    size, last = max(dump.world_size for dump in dumps.values()), max(dumps)
+    if 0 < size <= last:
+        raise DumpError(f"{str(files[last][0])!r} is of another run: the job has {size} ranks")
+    return dumps
+
+
+def _read_ranks(entries: list[tuple[int, list[Path]]]) -> Iterator[RankDump]:
+    if len(entries) < _PROCESSES_FROM:
+        yield from map(_read_rank, entries)
+    else:
+        with ProcessPoolExecutor(os.cpu_count()) as pool:
+            yield from pool.map(_read_rank, entries, chunksize=16)
 
 
 def _read_rank(entry: tuple[int, list[Path]]) -> RankDump:
     """Return a rank's dump, from all its files."""
     rank, paths = entry
-    dump, found = RankDump(rank), dict[str, tuple[Path, Any]]()
-    for path in paths:
-        try:
+    gc.disable()  # it takes a third of the time
+    dump, chosen = RankDump(rank), dict[str, tuple[Path, Any]]()
+    try:
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime):
             kind, content = _load(path)
-            if content.get("rank", rank) != rank:
+            if kind != "spy" and content.get("rank", rank) != rank:
                 raise ValueError(f"it is of rank {content['rank']}, and not of rank {rank}")
-            if kind in found:
-                other, before = found[kind]
-                if kind == "operations":
-                    key: Any = itemgetter("time")  # the last failure of a process counts
-                elif kind == "entries" and _has_frames(before) != _has_frames(content):
-                    key = _has_frames  # JSON has none, but all else
-                else:
-                    raise ValueError(f"{other.name} is of the same rank; leave one in the folder")
-                content = max(before, content, key=key)
-            found[kind] = path, content
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DumpError(f"cannot read {str(path)!r}: {error}") from None
-    for kind, read in _READERS.items():
-        if kind in found:
-            path, content = found[kind]
-            try:
+            # our own recorder writes a file for each failure; the last one counts
+            if kind in chosen and kind != "operations":
+                raise ValueError(f"{chosen[kind][0].name} is of the same rank; leave one")
+            chosen[kind] = path, content
+        if "pickle" in chosen:
+            chosen.pop("entries", None)  # as JSON, which has no frames
+        for kind, read in _READERS.items():
+            if kind in chosen:
+                path, content = chosen[kind]
                 dump.time = dump.time or path.stat().st_mtime
                 read(dump, content)
-            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-                raise DumpError(f"cannot read {str(path)!r}: {what}") from None
-    _mark_failed(dump)
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise DumpError(f"cannot read {str(path)!r}: {what}") from None
+    finally:
+        gc.enable()
     return dump
 
 
-def _has_frames(content: Mapping[str, Any]) -> bool:
-    return "frames" in str(content["entries"][:1])
-
-
-def _load(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the kind of a file and its parsed content."""
+def _load(path: Path) -> tuple[str, Any]:
+    """Return the kind of a file and its content."""
     with path.open("rb") as file:
-        start = file.read(4000)
-        file.seek(0)
-        if start[:1] == b"\x80":
-            gc.disable()  # it takes a third of the time
+        is_pickle = file.peek(1)[:1] == b"\x80"
+        if is_pickle:
             try:
                 content = _Unpickler(file).load()
             except Exception as error:  # pickle raises anything on damaged data
                 raise ValueError(f"it is damaged or truncated: {error}") from None
-            finally:
-                gc.enable()
-        elif re.search(rb"(?m)^Thread .*\d", start):
-            return "spy", {"text": file.read().decode(errors="replace")}
+        elif re.search(rb"(?m)^Thread \w+ \(", data := file.read()):
+            return "spy", data.decode(errors="replace")
         else:
             try:
-                content = json.load(file)
-            except ValueError as error:
+                content = json.loads(data)
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"it is damaged, or neither pickle nor JSON: {error}") from None
     for kind in ("entries", "threads", "operations"):
         if isinstance(content, dict) and isinstance(content.get(kind), list):
-            return kind, content
+            return "pickle" if is_pickle else kind, content
     raise ValueError("it has no entries, so no flight recorder wrote it")
 
 
@@ -276,30 +255,12 @@ def _is_users(file: str) -> bool:
     return not _LIBRARY.search(file) and is_user_code(file)
 
 
-def _site(frames: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
-    """Return file and line of the innermost frame of the user's code."""
+def _sites(frames: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
+    """Yield files and lines of the user's code, the innermost first, and nowhere at the end."""
     for frame in frames:
         if _is_users(frame["filename"]):
-            return frame["filename"], frame["line"]
-    return "", 0
-
-
-def _operation(entry: Mapping[str, Any], site: tuple[str, int]) -> Operation:
-    """Return an entry's operation, with the sizes that must agree between ranks."""
-    name, frames = entry["profiling_name"].rpartition(":")[2], entry.get("frames", ())
-    public = shown = _PUBLIC.get(name, name)
-    if frames and frames[0]["filename"].endswith("distributed_c10d.py") and not entry["is_p2p"]:
-        shown = frames[0]["name"]  # gloo records a reduce_scatter as all_reduce
-    side = "output" if "all_gather" in name or name == "scatter" else "input"
-    dtypes = [_DTYPES.get(dtype, dtype.lower()) for dtype in entry[f"{side}_dtypes"]]
-    sizes = [",".join(map(str, size)) for size in entry[f"{side}_sizes"]]
-    tensors = [f"{dtype}[{size}]" for dtype, size in zip(dtypes, sizes, strict=False)]
-    more = [f"{len(tensors) - 3} more"] * (len(tensors) > 3)
-    text = shown + (f" of {', '.join(tensors[:3] + more)}" if tensors else "")
-    sent, received = (tuple(map(math.prod, entry[f"{side}_sizes"])) for side in ("input", "output"))
-    total = sum(received if side == "output" else sent)
-    agrees = f"{public} {'' if 'all_to_all' in name else total} {sorted({*dtypes})}"
-    return Operation(text, agrees, *site, sent, received)
+            yield frame["filename"], frame["line"]
+    yield "", 0
 
 
 def _read_recorder(dump: RankDump, content: Mapping[str, Any]) -> None:
@@ -308,68 +269,88 @@ def _read_recorder(dump: RankDump, content: Mapping[str, Any]) -> None:
     if not dump.version.startswith("2."):
         raise ValueError(f"its format has version {dump.version}; versions 2.x can be read")
     for name, config in content.get("pg_config", {}).items():
-        if ranks := json.loads(config["ranks"]):  # gloo's are empty
-            dump.groups[name] = _ranks(ranks)
+        if ranks := tuple(json.loads(config["ranks"])):  # gloo's are empty
+            dump.groups[name] = ranks
             if dump.rank not in ranks:
-                raise ValueError(f"it is not of rank {dump.rank}: group {name!r} has ranks {ranks}")
-    ids: dict[Any, int] = {}
-    rows: dict[str, dict[int, list[Any]]] = {}
-    incarnations: dict[str, int] = {}
+                raise ValueError(
+                    f"it is not of rank {dump.rank}: group {name!r} has ranks {list(ranks)}"
+                )
+    operations, incarnations = dict[Any, int](), dict[str, int]()
+    latest = dict[str, tuple[int, Any]]()
+    rows = dict[tuple[str, int], list[int]]()
     for entry in entries:
-        site = _site(entry.get("frames", ()))
+        group, site = entry["process_group"][0], next(_sites(entry.get("frames", ())))
         sizes = str((entry["input_sizes"], entry["output_sizes"], entry["input_dtypes"]))
-        key = entry["profiling_name"], sizes, site
-        if key not in ids:
-            ids[key] = len(dump.operations)
+        index = operations.setdefault(
+            (group, entry["profiling_name"], sizes, site), len(operations)
+        )
+        if index == len(dump.operations):
             dump.operations.append(_operation(entry, site))
-        number, group, created = ids[key], entry["process_group"][0], entry["time_created_ns"]
+        created, is_p2p = entry["time_created_ns"], entry["is_p2p"]
         is_pending = not entry["retired"] and entry["state"] != "completed"
         if incarnations.setdefault(group, entry["pg_id"]) != entry["pg_id"]:
-            rows.pop(group, None)  # the process has made its groups anew
+            # the process has made its groups anew
+            rows = {key: row for key, row in rows.items() if key[0] != group}
             incarnations[group] = entry["pg_id"]
-        if not entry["is_p2p"]:
-            row = [number, created, entry.get("timeout_ms") or 0, is_pending]
-            before = rows.setdefault(group, {}).setdefault(entry["collective_seq_id"], row)
-            before[3] |= is_pending  # operations that were coalesced share a number
+        if not is_p2p:
+            number, timeout = entry["collective_seq_id"], entry.get("timeout_ms") or 0
+            row = [dump.rank, index, number, created, timeout, False]
+            rows.setdefault((group, number), row)[-1] |= is_pending  # coalesced ones share a number
         elif is_pending:
-            dump.stacks.append(_message(dump, group, created, dump.operations[number]))
-    for group, own in rows.items():
-        numbers = sorted(own)
-        columns = zip(*map(own.__getitem__, numbers), strict=True)
-        arrays = [np.array(column) for column in (numbers, *columns)]
-        dump.tracks[group] = Track(*arrays)
-        last, ranks = dump.operations[arrays[1][-1]], dump.groups.get(group, ())
-        if "all_to_all" in last.agrees and len(last.sent) == len(ranks) == len(last.received):
-            call: dict[str, Any] = {"operation": last.text, "group": group}
-            sent, received = (dict(zip(map(str, ranks), own, strict=True)) for own in last[-2:])
-            call |= {"sent": sent, "received": received}
-            dump.stacks.append(Stack("", last.file, last.line, "", 0.0, call))
+            name, pair = entry["profiling_name"].rpartition(":")[2].split(" ")  # "recv 1<-0"
+            peer = int(re.split("<-|->", pair)[1])  # in the group
+            peer = dict(enumerate(dump.groups.get(group, ()))).get(peer, peer)
+            tensors = dump.operations[index].text.rpartition(" of ")[2]
+            text = f"{name}({'src' if name == 'recv' else 'dst'}={peer}) of {tensors}"
+            call = RankCall(dump.rank, "", text, group, *site)
+            dump.stacks.append(Stack(call, dump.time - created / 1e9, "", {"peers": [peer]}))
+        latest[group] = index, entry
+    dump.calls = np.array([*map(tuple, rows.values())], CALL)
+    for group, (index, entry) in latest.items():
+        ranks, operation = dump.groups.get(group, ()), dump.operations[index]
+        if "all_to_all" in operation.agrees and len(entry["input_sizes"]) == len(ranks):
+            facts = {
+                name: dict(
+                    zip(map(str, ranks), map(math.prod, entry[f"{side}_sizes"]), strict=True)
+                )
+                for name, side in (("sent", "input"), ("received", "output"))
+            }
+            call = RankCall(dump.rank, "", operation.text, group, *operation[3:])
+            dump.stacks.append(Stack(call, 0.0, "", facts))
     if entries:
         dump.is_complete = entries[0]["record_id"] == 0
-        frames = entries[-1].get("frames", ())
-        dump.script = dump.script or _outermost(frame["filename"] for frame in frames)
+        dump.script = dump.script or [*_sites(entries[-1].get("frames", ()))][-2:][0][0]
+    error = dump.error
+    if error is not None and error["communication"] and dump.calls.size:
+        # The newest call waits still if its exception ended the rank: gloo has retired it.
+        newest = dump.calls["created"].argmax()
+        site = dump.operations[dump.calls["operation"][newest]][3:]
+        dump.calls["pending"][newest] |= site == dump.stacks[0].call[4:6]
 
 
-def _ranks(ranks: list[int]) -> Ranks:
-    steps = {after - before for before, after in pairwise(ranks)} or {1}
-    if ranks and len(steps) == 1 and min(steps) > 0:
-        return range(ranks[0], ranks[-1] + 1, *steps)
-    return tuple(ranks)
+def _operation(entry: Mapping[str, Any], site: tuple[str, int]) -> Operation:
+    """Return an entry's operation, with the sizes that must agree between ranks."""
+    group, name = entry["process_group"][0], entry["profiling_name"].rpartition(":")[2]
+    public = shown = _PUBLIC.get(name, name)
+    if (frames := entry.get("frames")) and frames[0]["filename"].endswith("distributed_c10d.py"):
+        shown = frames[0]["name"]  # gloo records a reduce_scatter as all_reduce
+    side = "output" if "all_gather" in name or name == "scatter" else "input"
+    dtypes = [_dtype(name) for name in entry[f"{side}_dtypes"]]
+    sizes = entry[f"{side}_sizes"]
+    tensors = [
+        f"{dtype}[{','.join(map(str, size))}]" for dtype, size in zip(dtypes, sizes, strict=False)
+    ]
+    more = [f"{len(tensors) - 3} more"] * (len(tensors) > 3)
+    text = shown + (f" of {', '.join(tensors[:3] + more)}" if tensors else "")
+    total = "" if "all_to_all" in name else sum(map(math.prod, sizes))
+    agrees = f"{public} {total} {sorted({*dtypes})}"
+    return Operation(group, text, agrees, *site)
 
 
-def _message(dump: RankDump, group: str, created: int, operation: Operation) -> Stack:
-    """Return a pending message, such as "recv 1<-0 of float32[4]", as a thread that waits in it."""
-    name, pair, *rest = operation.text.split(" ", 2)
-    peers = [int(rank) for rank in re.findall(r"\d+", pair)[1:]]  # in the group
-    peers = [dict(enumerate(dump.groups.get(group, ()))).get(rank, rank) for rank in peers]
-    side = "dst" if name == "send" else "src"
-    text = " ".join([f"{name}({side}={peers[0]})", *rest]) if peers else operation.text
-    call = {"operation": text, "group": group, "peers": peers}
-    return Stack("", operation.file, operation.line, "", dump.time - created / 1e9, call)
-
-
-def _outermost(files: Iterable[str]) -> str:
-    return ([file for file in files if _is_users(file)] or [""])[-1]
+def _dtype(name: str) -> str:
+    """Return the name of a dtype that recorders call "Float", for example."""
+    kind = getattr(torch, f"{name}Tensor", None)
+    return name.lower() if kind is None else str(kind.dtype).removeprefix("torch.")
 
 
 def _read_stacks(dump: RankDump, content: Mapping[str, Any]) -> None:
@@ -378,55 +359,54 @@ def _read_stacks(dump: RankDump, content: Mapping[str, Any]) -> None:
     dump.error, dump.limit = content["error"], min(LONG, content["after"] / 2)
     dump.has_ended = dump.reason == "exit" or bool(content.get("ended"))
     dump.world_size = content["world_size"]
-    dump.groups |= {name: _ranks(ranks) for name, ranks in content["groups"].items()}
-    for thread in content["threads"]:
-        frames = thread["frames"]
-        lines = [frame["text"] for frame in frames if _is_users(frame["filename"])]
-        text = " ".join([frame["function"] for frame in frames] + lines[:1])
-        site = _site(frames)
-        dump.stacks.append(Stack(thread["name"], *site, text, thread["seconds"], thread["call"]))
-        dump.script = dump.script or _outermost(frame["filename"] for frame in frames)
-    if dump.error is not None:  # of the main thread, whose stack is the error's
-        dump.error = {**dump.error, "file": dump.stacks[0].file, "line": dump.stacks[0].line}
+    dump.groups |= {name: tuple(ranks) for name, ranks in content["groups"].items()}
+    _read_threads(dump, content["threads"])
 
 
-def _read_spy(dump: RankDump, content: Mapping[str, Any]) -> None:
+def _read_threads(dump: RankDump, threads: Iterable[Mapping[str, Any]]) -> None:
+    for thread in threads:
+        frames, facts = thread["frames"], thread["call"]
+        sites = [*_sites(frames)]
+        dump.script = dump.script or sites[-2:][0][0]
+        lines = [one["text"] for one in frames if (one["filename"], one["line"]) == sites[0]]
+        text = " ".join([one["function"] for one in frames] + lines)
+        operation, group = facts.get("operation", ""), facts.get("group", "")
+        call = RankCall(dump.rank, thread["name"], operation, group, *sites[0])
+        dump.stacks.append(Stack(call, thread["seconds"], text, facts))
+
+
+def _read_spy(dump: RankDump, content: str) -> None:
     """Read what ``py-spy dump`` has printed; it says nothing about arguments and times."""
-    for part in re.split(r"(?m)^(?=Thread )", content["text"])[1:]:
+    own = re.split(r"(?m)^Process ", content)[:2][-1]  # those of its children follow
+    for part in re.split(r"(?m)^(?=Thread )", own)[1:]:
         name = re.match(r'.*"(.*)"', part)
-        frames = re.findall(r"(?m)^\s+(.+) \((.+):(\d+)\)$", part)
-        site = _site({"filename": file, "line": int(line)} for _, file, line in frames)
+        frames = [
+            {"function": function, "filename": file, "line": int(line), "text": ""}
+            for function, file, line in re.findall(r"(?m)^ {4}(\S.*) \((.+):(\d+)\)$", part)
+            # it shortens the names of modules, and a script may have the name of one
+            if function == "<module>" or re.split(r"[/.]", file)[0] not in sys.stdlib_module_names
+        ]
         thread = "" if name is None or name[1] == "MainThread" else name[1]
-        text = " ".join(function for function, _, _ in frames)
-        dump.stacks.append(Stack(thread, *site, text, 0.0, {}))
+        _read_threads(dump, [{"name": thread, "seconds": 0.0, "call": {}, "frames": frames}])
 
 
 def _read_own(dump: RankDump, content: Mapping[str, Any]) -> None:
     """Read what `bagua_ref.flight_recorder` has dumped: its waits and its error."""
     dump.world_size, dump.time = content["world_size"], float(content["time"])
     for wait in content["waits"]:
-        call = {"operation": wait["for"], "group": "", "members": wait["ranks"]}
-        dump.stacks.append(Stack("", "", 0, "", dump.time - wait["since"], call))
+        if wait["ranks"]:  # others are waits of one thread for another
+            call = RankCall(dump.rank, "", wait["for"].removeprefix("in "), "", "", 0)
+            facts = {"members": wait["ranks"]}
+            dump.stacks.append(Stack(call, dump.time - wait["since"], "", facts))
     if content["error"]:
         kind, _, message = content["error"].partition(": ")
-        dump.error = {"type": kind, "message": message, "file": "", "line": 0}
-        dump.error["communication"] = True
+        dump.error, dump.limit = {"type": kind, "message": message, "communication": True}, 0.0
 
 
-_READERS = {
+_READERS: dict[str, Callable[[RankDump, Any], None]] = {
     "threads": _read_stacks,  # first: it knows the time
     "operations": _read_own,
+    "pickle": _read_recorder,
     "entries": _read_recorder,
     "spy": _read_spy,
 }
-
-
-def _mark_failed(dump: RankDump) -> None:
-    """Mark the newest call as pending if its exception ended the rank: gloo has retired it."""
-    error = dump.error
-    if error is None or not error["communication"] or not dump.tracks:
-        return
-    newest = max(dump.tracks.values(), key=lambda track: int(track.created[-1]))
-    operation = dump.operations[newest.operations[-1]]
-    if (operation.file, operation.line) == (error["file"], error["line"]):
-        newest.pending[-1] = True

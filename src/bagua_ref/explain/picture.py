@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from bagua_ref.explain.verdict import Explanation
@@ -23,18 +24,15 @@ def draw_timeline(found: Explanation, colors: tuple[str, ...]) -> Any:
     axes = figure.add_subplot()
     end = max(dump.time for dump in found.dumps.values())
     names: dict[str, str] = {}
-    for row, rank in enumerate(ranks):
-        for tracks in found.groups.values():
-            if rank not in tracks or rank not in found.dumps:
-                continue
-            last = zip(*(column[-_CALLS:] for column in tracks[rank]), strict=True)
-            for _, operation, created, _, is_pending in last:
-                name = found.operations[operation].text.partition(" ")[0]
-                color = names.setdefault(name, colors[len(names) % len(colors)])
-                start = created / 1e9 - end
-                axes.plot(start, row, marker="o", markersize=4, color=color)
-                if is_pending:
-                    axes.barh(row, found.dumps[rank].time - end - start, 0.5, start, color=color)
+    for place, rank in enumerate(ranks):
+        tracks = (of[rank][-_CALLS:] for of in found.tracks.values() if rank in of)
+        for row in itertools.chain(*tracks):
+            name = found.operations[row["operation"]].text.partition(" ")[0]
+            color = names.setdefault(name, colors[len(names) % len(colors)])
+            start = row["created"] / 1e9 - end
+            axes.plot(start, place, marker="o", markersize=4, color=color)
+            if row["pending"]:
+                axes.barh(place, found.dumps[rank].time - end - start, 0.5, start, color=color)
     for name, color in names.items():
         axes.plot([], [], marker="o", linestyle="", color=color, label=name)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bagua_ref.base.ranks import USE_JOIN, format_ranks
 from bagua_ref.errors import RankCall
-from bagua_ref.explain.dumps import LONG, Operation, RankDump, Ranks, Track, read_dumps
+from bagua_ref.explain.dumps import LONG, Operation, RankDump, Ranks, read_dumps
 from bagua_ref.simulation.call_sites import different_counts, meetings
 from bagua_ref.simulation.findings import Finding, after, minority, mismatch, name_shift, waits
 from bagua_ref.simulation.tasks import place
 
 __all__ = ["Explanation", "explain"]
 
-_SHOWN = 64
-"""Ranks whose lines are compared; of more, some of each different history."""
+_COMPARED = 32
+"""Ranks whose lines are compared, half of them with the rarest sequences of calls."""
 
 _ROOTED = ("broadcast", "reduce of", "gather", "scatter")
 """Collectives that end on some ranks before others have come."""
@@ -39,31 +42,32 @@ class Explanation:
     """What `explain` has found.
 
     Attributes:
+        dumps: what was read, by rank.
+        world_size: the number of ranks of the job, as far as it is known.
+        operations: those to which calls refer.
+        tracks: the collectives of each group and rank, by number, as rows of
+            `bagua_ref.explain.dumps.CALL`; a group is its name and its members.
         finding: the error; None if the dumps show none.
         notes: what is odd, but no error.
         cause: a guess at the cause; empty without one.
         certainty: of the cause: "certain", "likely" or "possible".
         waits: who waits for whom.
-        dumps: what was read, by rank.
-        world_size: the number of ranks of the job, as far as it is known.
-        operations: those to which the tracks refer.
-        groups: the tracks of each group, by rank; a group is its name and its ranks.
     """
 
+    dumps: dict[int, RankDump]
+    world_size: int
+    operations: list[Operation]
+    tracks: dict[tuple[str, Ranks], dict[int, NDArray[Any]]]
     finding: Finding | None = None
     notes: list[str] = field(default_factory=list)
     cause: str = ""
     certainty: str = ""
     waits: list[RankCall] = field(default_factory=list)
-    dumps: dict[int, RankDump] = field(default_factory=dict)
-    world_size: int = 0
-    operations: list[Operation] = field(default_factory=list)
-    groups: dict[tuple[str, Ranks], dict[int, Track]] = field(default_factory=dict)
 
-    def call(self, rank: int, group: str, number: int, whom: Sequence[int] = ()) -> RankCall:
-        """Return a call of an operation."""
-        text, _, file, line, _, _ = self.operations[number]
-        return RankCall(rank, "", text, group, file, line, tuple(whom))
+    def call(self, row: Any) -> RankCall:
+        """Return a row of a track in words."""
+        group, text, _, file, line = self.operations[row["operation"]]
+        return RankCall(int(row["rank"]), "", text, group, file, line)
 
 
 def explain(folder: str | Path) -> Explanation:
@@ -73,220 +77,201 @@ def explain(folder: str | Path) -> Explanation:
         DumpError: a dump cannot be read, or does not belong to the others.
     """
     dumps = read_dumps(folder)
-    known: dict[str, set[Ranks]] = defaultdict(set)
-    for dump in dumps.values():
-        for name, ranks in dump.groups.items():
-            known[name].add(ranks)
-    named = [max(ranks) for groups in known.values() for ranks in groups]
-    sizes = [dump.world_size - 1 for dump in dumps.values()]
-    found = Explanation(dumps=dumps, world_size=max([*dumps, *named, *sizes]) + 1)
-    everyone = range(found.world_size)
-    numbers: dict[Operation, int] = {}
-    for rank, dump in dumps.items():
-        ids = [numbers.setdefault(operation, len(numbers)) for operation in dump.operations]
-        for name, track in dump.tracks.items():
-            groups = [*known[name], everyone] if name == "0" else known[name]
-            members = next((ranks for ranks in groups if rank in ranks), ())
-            own = found.groups.setdefault((name, members), {})
-            own[rank] = track._replace(operations=np.array(ids)[track.operations])
-    found.operations = list(numbers)
-    for (name, members), tracks in found.groups.items():
-        _find_waits(found, name, members or tuple(tracks), tracks)
+    named = [max(ranks) for dump in dumps.values() for ranks in dump.groups.values()]
+    size = 1 + max([*dumps, *named, *(dump.world_size - 1 for dump in dumps.values())])
+    found = _joined(dumps, size)
+    for (_, members), tracks in found.tracks.items():
+        _find_waits(found, members or tuple(tracks), tracks)
     _find_waits_of_threads(found)
     found.waits.sort(key=lambda call: (call.rank, call.thread))
-    if all(dump.has_ended for dump in dumps.values()) and len(dumps) == found.world_size:
+    if all(dump.has_ended for dump in dumps.values()) and len(dumps) == size:
         found.notes += [f"{text}, and went on later" for text in waits(found.waits)]
         found.waits.clear()
     log = _log(found)
-    finding = (
-        _exception(dumps) or _other_groups(dumps, known) or _mismatch(found) or _waiting(found)
-    )
-    if finding is None:
+    checks = _exception, _other_groups, _mismatch, _mismatch_of_threads, _waiting
+    found.finding = next(filter(None, (check(found) for check in checks)), None)
+    if found.finding is None:
         found.notes += meetings(log)
     else:
-        name_shift(finding, log, found.waits)
-        found.finding = finding
-        found.cause, found.certainty = _cause(found, finding, log)
-    if gone := [rank for rank in everyone if rank not in dumps]:
+        name_shift(found.finding, log, found.waits)
+        found.cause, found.certainty = _cause(found, found.finding, log)
+    if gone := [rank for rank in range(size) if rank not in dumps]:
         found.notes.append(f"no dump of {format_ranks(gone)}")
     return found
 
 
-def _find_waits(
-    found: Explanation, group: str, members: Sequence[int], tracks: Mapping[int, Track]
-) -> None:
+def _joined(dumps: dict[int, RankDump], size: int) -> Explanation:
+    """Return the calls of all ranks, whose operations have the same indices."""
+    indices, everyone = dict[Operation, int](), tuple(range(size))
+    tracks: dict[tuple[str, Ranks], dict[int, NDArray[Any]]] = defaultdict(dict)
+    for rank, dump in dumps.items():
+        if not dump.operations:
+            continue
+        groups = np.array([one.group for one in dump.operations])[dump.calls["operation"]]
+        shared = [indices.setdefault(one, len(indices)) for one in dump.operations]
+        dump.calls["operation"] = np.array(shared)[dump.calls["operation"]]
+        for name in map(str, np.unique(groups)):
+            rows = dump.calls[groups == name]
+            members = dump.groups.get(name) or (everyone if name == "0" else ())
+            tracks[name, members][rank] = rows[rows["number"].argsort()]
+    return Explanation(dumps, size, list(indices), tracks)
+
+
+def _find_waits(found: Explanation, members: Ranks, tracks: Mapping[int, NDArray[Any]]) -> None:
     """Find who waits in a group's collectives: for too long, and for ranks that had not come when
     their own dumps were written, which may be at another time.
     """
     dumps = found.dumps
-    last = {rank: int(track.numbers[-1]) for rank, track in tracks.items()}
+    last = {rank: int(track["number"][-1]) for rank, track in tracks.items()}
     for rank in members:
         if rank in dumps and dumps[rank].version and dumps[rank].is_complete:
             last.setdefault(rank, 0)
-    low, is_stuck = min(last.values()), False
-    late, waiting = set[int](), list[tuple[RankCall, int, bool]]()
+    behind, low = sorted(last, key=last.__getitem__), min(last.values())
+    late, waiting, is_stuck = set[int](), list[Any](), False
     for rank, track in tracks.items():
-        pending, ahead = np.flatnonzero(track.pending), np.flatnonzero(track.numbers > low)
-        chosen = [*np.intersect1d(pending, ahead), *ahead, *pending][:1]
-        if not chosen or (dumps[rank].reason == "exit" and not ahead.size):
+        dump = dumps[rank]
+        # calls to which others have not come tell most, and of these those that are pending
+        telling = 2 * (track["number"] > low) + track["pending"]
+        row, most = track[telling.argmax()], telling.max()
+        if most == 0 or (most == 1 and dump.reason == "exit"):
             continue  # gloo retires operations late
-        index = chosen[0]
-        call, is_pending = found.call(rank, group, track.operations[index]), track.pending[index]
-        if not is_pending and call.operation.startswith(_ROOTED):
+        if most == 2 and found.call(row).operation.startswith(_ROOTED):
             continue  # others that have ended without all ranks have failed
-        created, number = track.created[index] / 1e9, int(track.numbers[index])
-        own = dumps[rank].time - created
-        limit = min(dumps[rank].limit, track.timeouts[index] / 2000 or LONG)
-        if dumps[rank].error is not None:
-            limit = 0.0
-        for other, its in last.items():
-            waited = own if dumps[other].reason == "exit" else dumps[other].time - created
-            if its < number and waited >= limit:
+        created = row["created"] / 1e9
+        limit = min(dump.limit, row["timeout"] / 2000 or LONG) if dump.error is None else 0.0
+        is_stuck |= bool(most == 1 and dump.time - created >= limit)
+        for other in behind:
+            if last[other] >= row["number"]:
+                break
+            # a rank that has ended does not come any more
+            seen = dump.time if dumps[other].reason == "exit" else dumps[other].time
+            if seen - created >= limit:
                 late.add(other)
-        is_stuck |= not ahead.size and own >= limit
-        waiting.append((call, number, is_pending))
+        waiting.append(row)
     short = []
-    for call, number, is_pending in waiting:
-        whom = [other for other in late if last[other] < number]
+    for row in waiting:
+        call = found.call(row)
+        whom = [rank for rank in late if last[rank] < row["number"]]
         if whom or is_stuck:
-            whom = whom or [other for other in members if other not in dumps]
-            where = call.file, call.line
-            stacks = (stack for stack in dumps[call.rank].stacks if stack[1:3] == where)
-            thread = next((stack.thread for stack in stacks), "")
+            whom = whom or [rank for rank in members if rank not in last]
+            threads = (one.call for one in dumps[call.rank].stacks)
+            thread = next((one.thread for one in threads if one[4:6] == call[4:6]), "")
             found.waits.append(call._replace(thread=thread, waits_for=tuple(sorted(whom))))
-        elif is_pending:
+        elif row["pending"]:
             short.append(call)
     found.notes += [f"{text}, but not for long" for text in waits(short)]
 
 
 def _find_waits_of_threads(found: Explanation) -> None:
     """Find who waits in what no recorder has, such as messages, from stacks."""
-    calls = {
-        (rank, stack.call["group"], _name(stack.call))
-        for rank, dump in found.dumps.items()
-        for stack in dump.stacks
-        if stack.call
-    }
-    for rank, dump in found.dumps.items():
-        for stack in dump.stacks:
-            call = stack.call
-            if not call or stack.seconds < dump.limit:
-                continue
-            whom = call.get("peers")
-            if whom is None:
-                if call["group"] in dump.tracks:
-                    continue
-                members = call.get("members") or range(found.world_size)
-                key = call["group"], _name(call)
-                whom = [other for other in members if (other, *key) not in calls]
-            found.waits.append(
-                RankCall(
-                    rank,
-                    stack.thread,
-                    call["operation"],
-                    call["group"],
-                    stack.file,
-                    stack.line,
-                    tuple(whom),
-                )
-            )
+    stacks = [stack for dump in found.dumps.values() for stack in dump.stacks]
+    calls = {(one.call.rank, one.call.group, _name(one.call)) for one in stacks}
+    for call, seconds, _, facts in stacks:
+        dump = found.dumps[call.rank]
+        if not call.operation or seconds < dump.limit:
+            continue
+        whom = facts.get("peers")
+        if whom is None:
+            if any(one.group == call.group for one in dump.operations):
+                continue  # the recorder knows more
+            same = call.group, _name(call)
+            members = facts.get("members") or range(found.world_size)
+            whom = [rank for rank in members if (rank, *same) not in calls]
+        found.waits.append(call._replace(waits_for=tuple(whom)))
 
 
-def _name(call: Mapping[str, str]) -> str:
-    return call["operation"].partition(" of ")[0]
+def _name(call: RankCall) -> str:
+    return call.operation.partition(" of ")[0]
 
 
-def _exception(dumps: Mapping[int, RankDump]) -> Finding | None:
+def _at(kind: str, text: str, call: RankCall) -> Finding:
+    return Finding(kind, text, call.rank, call.file, call.line)
+
+
+def _exception(found: Explanation) -> Finding | None:
     """Return the first exception of a rank that communication did not raise."""
-    for dump in sorted(dumps.values(), key=lambda dump: dump.time):
+    for dump in sorted(found.dumps.values(), key=lambda dump: dump.time):
         error = dump.error
         if error is not None and not error["communication"]:
-            file, line = error["file"], error["line"]
-            text = f"exception on rank {dump.rank} at {place(file, line)}: {error['type']}: "
-            return Finding("exception", text + error["message"], dump.rank, file, line)
+            call = dump.stacks[0].call  # of the main thread, which has raised it
+            text = f"exception on rank {dump.rank} at {place(call.file, call.line)}: "
+            return _at("exception", f"{text}{error['type']}: {error['message']}", call)
     return None
 
 
-def _other_groups(dumps: Mapping[int, RankDump], known: Mapping[str, set[Ranks]]) -> Finding | None:
+def _other_groups(found: Explanation) -> Finding | None:
     """Return a rank's group that has other ranks for others of them."""
-    making = [
-        (stack.file, stack.line)
-        for dump in dumps.values()
-        for stack in dump.stacks
-        if stack.call.get("operation", "").startswith("new_group")
-    ]
-    for name, groups in known.items():
-        owners: dict[int, Ranks] = {}
-        for group in sorted(groups, key=tuple):
-            for rank in group:
-                other = owners.setdefault(rank, group)
-                if other != group:
-                    text = (
-                        f"groups do not match: {name!r} has {format_ranks(other)} on some ranks,"
-                        f" but {format_ranks(group)} on others"
-                    )
-                    return Finding("groups", text, rank, *(making or [("", 0)])[-1])
+    stacks = [stack for dump in found.dumps.values() for stack in dump.stacks]
+    making = [one.call for one in stacks if one.call.operation.startswith("new_group")]
+    owners: dict[tuple[str, int], Ranks] = {}
+    for name, ranks in {group for dump in found.dumps.values() for group in dump.groups.items()}:
+        for rank in ranks:
+            other = owners.setdefault((name, rank), ranks)
+            if other != ranks:
+                text = (
+                    f"groups do not match: {name!r} has {format_ranks(other)} on some ranks,"
+                    f" but {format_ranks(ranks)} on others"
+                )
+                file, line = [("", 0), *(call[4:6] for call in making)][-1]
+                return Finding("groups", text, rank, file, line)
     return None
 
 
 def _mismatch(found: Explanation) -> Finding | None:
-    """Return the first calls that met, but do not match."""
-    kinds: dict[str, int] = {}
-    ids = [kinds.setdefault(operation.agrees, len(kinds)) for operation in found.operations]
-    table, parted = np.array([*ids, -1]), list[tuple[int, int, list[RankCall]]]()
-    for (name, _), tracks in found.groups.items():
-        end = max(int(track.numbers[-1]) for track in tracks.values())
-        width = min(end, max(len(track.numbers) for track in tracks.values()))
-        rows = np.full((len(tracks), width), -1)
-        for row, track in zip(rows, tracks.values(), strict=True):
-            recent = track.numbers > end - width
-            row[track.numbers[recent] - (end - width + 1)] = track.operations[recent]
-        agrees = table[rows]
-        least = np.where(agrees < 0, len(kinds), agrees).min(0)
-        differ = np.flatnonzero((agrees.max(0) != least) & (least < len(kinds)))
-        if differ.size:
-            column = rows[:, differ[0]]
-            number = end - width + 1 + int(differ[0])
-            calls = [
-                found.call(rank, name, operation)
-                for rank, operation in zip(tracks, column, strict=True)
-                if operation >= 0
-            ]
-            track = tracks[calls[0].rank]
-            parted.append((int(track.created[track.numbers == number][0]), number, calls))
-    if parted:
-        _, number, calls = min(parted, key=lambda one: one[0])
-        odd, text = minority(calls), f"{mismatch(calls)}, as its collective {number}"
-        return Finding("mismatch", text, odd.rank, odd.file, odd.line)
-    return _mismatch_of_threads(found)
+    """Return the first collective whose calls do not match."""
+    kinds, parted = dict[str, int](), list[Any]()
+    agrees = np.array([kinds.setdefault(one.agrees, len(kinds)) for one in found.operations])
+    for tracks in found.tracks.values():
+        rows = np.concatenate([*tracks.values()])
+        rows = rows[rows["number"].argsort(kind="stable")]
+        kind, starts = (
+            agrees[rows["operation"]],
+            np.flatnonzero(np.diff(rows["number"], prepend=-1)),
+        )
+        differ = np.minimum.reduceat(kind, starts) != np.maximum.reduceat(kind, starts)
+        if differ.any():
+            parted.append(rows[rows["number"] == rows["number"][starts[differ][0]]])
+    if not parted:
+        return None
+    first = min(parted, key=lambda rows: rows["created"][0])
+    met = [found.call(row) for row in first]
+    text = f"{mismatch(met)}, as its collective {first['number'][0]}"
+    return _at("mismatch", text, minority(met))
 
 
 def _mismatch_of_threads(found: Explanation) -> Finding | None:
-    """Return the first pair of ranks that send and receive other sizes, or calls of other roots."""
-    roots: dict[str, dict[int, RankCall]] = defaultdict(dict)
-    for rank, dump in found.dumps.items():
-        for stack in dump.stacks:
-            call, where = stack.call, place(stack.file, stack.line)
-            for other, sent in call.get("sent", {}).items():
-                peer = found.dumps.get(int(other))
-                for its in peer.stacks if peer else ():
-                    received = its.call.get("received", {}).get(str(rank), sent)
-                    if received != sent and its.call["group"] == call["group"]:
-                        text = (
-                            f"sizes do not match: rank {rank} sends {sent} elements to rank {other}"
-                            f" in {call['operation']} at {where}, but rank {other} receives"
-                            f" {received} in {its.call['operation']} at {place(its.file, its.line)}"
-                        )
-                        return Finding("mismatch", text, rank, stack.file, stack.line)
-            if call.get("root") is not None:
-                roots[call["group"]][call["root"]] = RankCall(
-                    rank, "", call["operation"], call["group"], stack.file, stack.line
-                )
-    for calls in roots.values():
-        if len(calls) > 1:
-            odd = minority([*calls.values()])
-            text = mismatch([*calls.values()])
-            return Finding("mismatch", text, odd.rank, odd.file, odd.line)
+    """Return the first pair of ranks that send and receive other sizes, or calls of other roots,
+    in the same collective.
+    """
+    last = {
+        (rank, group): track["number"][-1]
+        for (group, _), tracks in found.tracks.items()
+        for rank, track in tracks.items()
+    }
+    met: dict[Any, list[tuple[RankCall, Mapping[str, Any]]]] = defaultdict(list)
+    for dump in found.dumps.values():
+        for call, _, _, facts in dump.stacks:
+            met[call.group, last.get((call.rank, call.group))].append((call, facts))
+    for calls in met.values():
+        received = {
+            (int(sender), call.rank): (count, call)
+            for call, sizes in calls
+            for sender, count in sizes.get("received", {}).items()
+        }
+        for call, sizes in calls:
+            for receiver, sent in sizes.get("sent", {}).items():
+                count, its = received.get((call.rank, int(receiver)), (sent, call))
+                if count != sent:
+                    text = (
+                        f"sizes do not match: rank {call.rank} sends {sent} elements to rank"
+                        f" {its.rank} in {call.operation} at {place(call.file, call.line)}, but"
+                        f" rank {its.rank} receives {count} in {its.operation} at"
+                        f" {place(its.file, its.line)}"
+                    )
+                    return _at("mismatch", text, call)
+        roots = [*{of["root"]: call for call, of in calls if of.get("root") is not None}.values()]
+        if len(roots) > 1:
+            return _at("mismatch", mismatch(roots), minority(roots))
     return None
 
 
@@ -304,35 +289,22 @@ def _waiting(found: Explanation) -> Finding | None:
     while free := {rank for rank in circle if not graph[rank] & circle}:
         circle -= free
     calls = [call for call in found.waits if call.rank in circle] or found.waits
-    odd = minority(calls)
     if circle:
-        text = f"deadlock: {'; '.join(waits(calls))}"
-        return Finding("deadlock", text, odd.rank, odd.file, odd.line)
-    roots = _roots(found)
-    sentences = [_whereabouts(found, rank) for rank in roots[:3]]
-    if len(roots) > 3:
-        sentences.append(f"{len(roots) - 3} more do not come")
-    if not roots:
+        return _at("deadlock", f"deadlock: {'; '.join(waits(calls))}", minority(calls))
+    absent = _absent(found)
+    sentences = [_whereabouts(found, rank) for rank in absent[:3]]
+    if len(absent) > 3:
+        sentences.append(f"{len(absent) - 3} more do not come")
+    if not absent:
         sentences = ["all ranks have come: the network, a device or the backend is stuck"]
     text = "; ".join([*waits(calls), *sentences])
-    return Finding("absent" if roots else "stuck", text, odd.rank, odd.file, odd.line)
+    return _at("absent" if absent else "stuck", text, minority(calls))
 
 
-def _roots(found: Explanation) -> list[int]:
+def _absent(found: Explanation) -> list[int]:
     """Return the ranks for which others wait, and which wait for nobody."""
     awaited = {rank for call in found.waits for rank in call.waits_for}
     return sorted(awaited - {call.rank for call in found.waits})
-
-
-def _newest(found: Explanation, rank: int) -> tuple[int, list[RankCall]]:
-    """Return when a rank made its last call, and the call."""
-    calls = [
-        (int(tracks[rank].created[-1]), found.call(rank, name, tracks[rank].operations[-1]))
-        for (name, _), tracks in found.groups.items()
-        if rank in tracks
-    ]
-    created, call = max(calls, key=lambda one: one[0], default=(0, None))
-    return created, [] if call is None else [call]
 
 
 def _whereabouts(found: Explanation, rank: int) -> str:
@@ -340,45 +312,40 @@ def _whereabouts(found: Explanation, rank: int) -> str:
     dump = found.dumps.get(rank)
     if dump is None:
         return f"rank {rank} has no dump: it has died, or could not write one"
-    created, last = _newest(found, rank)
+    main = [stack.call for stack in dump.stacks[:1] if stack.call.file]
+    at = "".join(f"; it is at {place(call.file, call.line)}" for call in main)
+    if not dump.version and not dump.world_size:
+        return f"rank {rank} has no dump of a flight recorder{at}"
+    newest = dump.calls[dump.calls["created"].argsort()][-1:]
+    last = after([found.call(row) for row in newest]) if dump.version else ""
     if dump.reason == "exit":
-        return f"rank {rank} has ended{after(last)}"
-    latest = max(_newest(found, call.rank)[0] for call in found.waits[:1])
-    early = (latest - created) / 1e9
-    text = f"rank {rank} makes no call{after(last)}"
-    if last and early >= 1:
-        text += f", {early:.2g} s" if early < 120 else f", {early / 60:.0f} min"
-        text += " before the others' last"
-    at = [stack for stack in dump.stacks if stack.file]
-    return text + "".join(f"; it is at {place(stack.file, stack.line)}" for stack in at[:1])
+        return f"rank {rank} has ended{last}"
+    text = f"rank {rank} makes no call{last}"
+    if newest.size:
+        others = found.dumps[found.waits[0].rank].calls["created"]
+        early = (others.max(initial=0) - newest["created"][0]) / 1e9
+        if early >= 1:
+            text += f", {early:.2g} s" if early < 120 else f", {early / 60:.0f} min"
+            text += " before the others' last"
+    return text + at
 
 
 def _log(found: Explanation) -> list[list[RankCall]]:
-    """Return the calls of each rank that all recorders still have; of many ranks, those of some of
-    each history.
+    """Return the calls of each rank that all recorders still have; of many ranks, those of the
+    rarest and of the most frequent sequences of operations.
     """
-    histories: dict[int, list[tuple[int, RankCall]]] = defaultdict(list)
-    shown, classes = list(found.dumps), defaultdict[object, list[int]](list)
-    if len(shown) > _SHOWN:
-        for rank in shown:
-            arrays = (of[rank].operations for of in found.groups.values() if rank in of)
-            classes[hash(b"".join(array.tobytes() for array in arrays))].append(rank)
-        largest = sorted(classes.values(), key=len, reverse=True)
-        shown = [*largest[0][:3], *(ranks[0] for ranks in largest[1:_SHOWN])]
-    for (name, _), tracks in found.groups.items():
-        start = max(int(track.numbers[0]) for track in tracks.values())
-        for rank in shown:
-            if rank in tracks:
-                track = tracks[rank]._asdict()
-                keep = track["numbers"] >= start
-                for created, number in zip(
-                    track["created"][keep], track["operations"][keep], strict=True
-                ):
-                    histories[rank].append((created, found.call(rank, name, number)))
-    return [
-        [call for _, call in sorted(histories[rank], key=lambda one: one[0])]
-        for rank in range(found.world_size)
-    ]
+    sequence = {rank: dump.calls["operation"].tobytes() for rank, dump in found.dumps.items()}
+    count = Counter(sequence.values())
+    ranks = sorted(sequence, key=lambda rank: count[sequence[rank]])
+    shown = {*ranks[: _COMPARED // 2], *ranks[-_COMPARED // 2 :]}
+    log: list[list[tuple[int, RankCall]]] = [[] for _ in range(found.world_size)]
+    for group, tracks in enumerate(found.tracks.values()):
+        start = max(track["number"][0] for track in tracks.values())
+        for rank in shown & tracks.keys():
+            for row in tracks[rank][tracks[rank]["number"] >= start]:
+                # groups of other ranks may have the same name
+                log[rank].append((row["created"], found.call(row)._replace(group=str(group))))
+    return [[call for _, call in sorted(calls, key=itemgetter(0))] for calls in log]
 
 
 def _cause(found: Explanation, finding: Finding, log: list[list[RankCall]]) -> tuple[str, str]:
@@ -391,18 +358,17 @@ def _cause(found: Explanation, finding: Finding, log: list[list[RankCall]]) -> t
     if kind == "mismatch":
         if "(src=" in finding.message or "(dst=" in finding.message:
             return "a root that depends on the rank", "likely"
-        at = set(re.findall(r" at (\S+:\d+)", finding.message))
-        if len(at) > 1:
+        if len({*re.findall(r" at (\S+:\d+)", finding.message)}) > 1:
             return "a branch that depends on the rank", "likely"
         return "sizes that depend on the rank, such as those of uneven batches", "likely"
     if kind == "deadlock":
         if any("(dst=" in call.operation or "(src=" in call.operation for call in calls):
             return "messages are sent and received in an order that closes a circle", "likely"
         return "ranks use their groups in different orders", "likely"
-    for rank in _roots(found):
-        dump = found.dumps.get(rank)
-        if dump is None:
+    for rank in _absent(found)[:1]:
+        if rank not in found.dumps:
             return f"rank {rank} has died: look for its own error, or for out of memory", "possible"
+        dump = found.dumps[rank]
         for pattern, guess in _GUESSES.items():
             if any(re.search(pattern, stack.text, re.IGNORECASE) for stack in dump.stacks[:1]):
                 return f"rank {rank} {guess}", "likely"

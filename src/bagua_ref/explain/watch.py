@@ -127,43 +127,41 @@ class HangWatch:
                 "error": None,
                 "threads": [],
             }
-            frames = sys._current_frames()
+            stacks_of = sys._current_frames()
             for thread in threading.enumerate():
-                if thread.ident in frames and thread is not self._thread:
-                    is_main = thread is threading.main_thread()
-                    seconds = time.monotonic() - self._moved.get(thread.ident, (0, math.inf))[1]
-                    stack = list(traceback.walk_stack(frames[thread.ident]))
-                    if error is not None and thread is threading.current_thread():
-                        stack = list(traceback.walk_tb(error.__traceback__))[::-1]
-                        seconds = math.inf
-                        content["error"] = {
-                            "type": type(error).__name__,
-                            "message": str(error),
-                            "communication": _is_communication(error),
-                        }
-                    content["threads"].append(
-                        {
-                            "name": "" if is_main else thread.name,
-                            "seconds": min(max(seconds, 0.0), 1e9),
-                            "call": _call(stack),
-                            "frames": [
-                                {
-                                    "function": frame.f_code.co_name,
-                                    "filename": frame.f_code.co_filename,
-                                    "line": line,
-                                    "text": linecache.getline(
-                                        frame.f_code.co_filename, line
-                                    ).strip(),
-                                }
-                                for frame, line in stack
-                            ],
-                        }
-                    )
-                    for frame, _ in stack:
-                        if frame.f_code.co_name == "_new_group_with_tag":  # under way
-                            variables = frame.f_locals
-                            if variables.get("group_name"):
-                                self._groups[variables["group_name"]] = list(variables["ranks"])
+                if thread.ident not in stacks_of or thread is self._thread:
+                    continue
+                stack = list(traceback.walk_stack(stacks_of[thread.ident]))
+                seconds = time.monotonic() - self._moved.get(thread.ident, (0, math.inf))[1]
+                if error is not None and thread is threading.current_thread():
+                    stack = list(traceback.walk_tb(error.__traceback__))[::-1]
+                    seconds = 1e9
+                    content["error"] = {
+                        "type": type(error).__name__,
+                        "message": str(error),
+                        "communication": _is_communication(error),
+                    }
+                content["threads"].append(
+                    {
+                        "name": "" if thread is threading.main_thread() else thread.name,
+                        "seconds": max(seconds, 0.0),
+                        "call": _call(stack),
+                        "frames": [
+                            {
+                                "function": frame.name,
+                                "filename": frame.filename,
+                                "line": frame.lineno,
+                                "text": frame.line,
+                            }
+                            for frame in traceback.StackSummary.extract(iter(stack))
+                        ],
+                    }
+                )
+                for frame, _ in stack:
+                    if frame.f_code.co_name == "_new_group_with_tag":  # under way
+                        variables = frame.f_locals
+                        if variables.get("group_name"):
+                            self._groups[variables["group_name"]] = list(variables["ranks"])
             content["threads"].sort(key=lambda one: one["name"])
             content["groups"] = self._groups | _groups()
             _write(stacks, json.dumps(content).encode())
@@ -332,8 +330,6 @@ def _describe_call(name: str, variables: Mapping[str, Any]) -> dict[str, Any]:
     tensors = f" of {_describe_tensor(tensor)}" if isinstance(tensor, Tensor) else ""
     if name in ("send", "recv", "isend", "irecv"):
         found["peers"] = [] if peer is None else [peer]
-        if tensors and peer is not None:
-            found["sent" if "send" in name else "received"] = {peer: tensor.numel()}
     elif peer is not None:
         found["root"] = peer
     elif name == "new_group":

@@ -4,6 +4,7 @@ imported when asked for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,8 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
     >>> from bagua_ref.integrations.hangs import lightning_callback
     >>> trainer = Trainer(callbacks=[lightning_callback("dumps")])  # doctest: +SKIP
     """
-    session = _Session(folder, options)
-    methods = {
-        "setup": lambda self, trainer, module, stage: session.enter(),
-        "teardown": lambda self, trainer, module, stage: session.exit(),
-    }
     base = trainer_class("Callback", "lightning.pytorch", "pytorch_lightning")
-    return type("LightningHangs", (base,), methods)()
+    return _callback(base, "setup", "teardown", folder, options)
 
 
 def transformers_callback(folder: str | Path, **options: Any) -> Any:
@@ -50,27 +46,22 @@ def transformers_callback(folder: str | Path, **options: Any) -> Any:
     >>> from bagua_ref.integrations.hangs import transformers_callback
     >>> trainer = Trainer(model, arguments, callbacks=[transformers_callback("dumps")])  # doctest: +SKIP
     """
-    session = _Session(folder, options)
-    methods = {
-        "on_train_begin": lambda self, args, state, control, **of: session.enter(),
-        "on_train_end": lambda self, args, state, control, **of: session.exit(),
-    }
-    return type("TransformersHangs", (trainer_class("TrainerCallback", "transformers"),), methods)()
+    base = trainer_class("TrainerCallback", "transformers")
+    return _callback(base, "on_train_begin", "on_train_end", folder, options)
 
 
-class _Session:
-    """A watch that begins and ends with a trainer's loop."""
+def _callback(
+    base: Any, begin: str, end: str, folder: str | Path, options: Mapping[str, Any]
+) -> Any:
+    """Return a callback that watches from one event of the trainer to another."""
+    watches: list[HangWatch] = []
 
-    def __init__(self, folder: str | Path, options: dict[str, Any]) -> None:
-        self._folder, self._options = folder, options
-        self._watch: HangWatch | None = None
+    def enter(*_: Any, **of: Any) -> None:
+        if not watches:
+            watches.append(explain_hangs(folder, **options))
 
-    def enter(self) -> None:
-        """Begin, unless it has begun."""
-        self._watch = self._watch or explain_hangs(self._folder, **self._options)
+    def leave(*_: Any, **of: Any) -> None:
+        while watches:
+            watches.pop().close("exit")
 
-    def exit(self) -> None:
-        """End, with a last dump."""
-        if self._watch is not None:
-            self._watch.close("exit")
-            self._watch = None
+    return type("ExplainHangs", (base,), {begin: enter, end: leave})()
