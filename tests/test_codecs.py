@@ -9,8 +9,7 @@ import math
 import sys
 import warnings
 from fractions import Fraction
-from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from tests.trainings import by_name, network, on_every_rank, simulate, train, we
 
 import bagua_ref
 import bagua_ref.backends as registry
-from bagua_ref.backends import Codec, get_codec, list_codecs, register_codec
+from bagua_ref.backends import Codec, get_codec, register_backend, use_backend
 from bagua_ref.backends.codec import MXFP4, MXFP8
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
@@ -561,71 +560,22 @@ class Halves(Codec):
         rows.copy_(payload.view(num_chunks, -1)[:, : 2 * rows.shape[1]].clone().view(torch.float16))
 
 
-@pytest.fixture
-def _halves(monkeypatch):
-    monkeypatch.setattr(registry, "_registered_codecs", {})
+class WithHalves(ReferenceBackend):
+    codecs: ClassVar = {**ReferenceBackend.codecs, "Halves": Halves}
+
+
+def test_a_backend_may_have_a_codec_of_its_own(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_codecs", sys.modules[__name__])
-    register_codec("Halves", "my_codecs:Halves")
-
-
-def test_only_an_unknown_codec_makes_other_packages_be_asked(monkeypatch):
-    asked = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: asked.append(group) or [])
-    for name in ("MinMaxUInt8", "OneBit"):
-        check_compression(name)
-        get_codec(name, "reference")
-    assert asked == []
-    with pytest.raises(
-        ValueError,
-        match="compression='MXFP9' is not a known codec; it must be one of 'MXFP4', 'MXFP4-CEIL'",
-    ):
-        check_compression("MXFP9")
-    assert set(asked) == {"bagua_ref.codecs"}
-
-
-def test_a_codec_of_another_package_is_found_by_its_entry_point(monkeypatch):
-    point = EntryPoint("Halves", "my_codecs:Halves", "bagua_ref.codecs")
-    monkeypatch.setattr(
-        registry, "entry_points", lambda group: [point] if group == point.group else []
-    )
-    monkeypatch.setitem(sys.modules, "my_codecs", sys.modules[__name__])
-    check_compression("Halves")
-    assert isinstance(get_codec("Halves", "reference"), Halves)
-    assert "Halves" in list_codecs()
-
-
-@pytest.mark.usefixtures("_halves")
-def test_a_registered_codec_works_with_every_backend_and_algorithm():
-    assert "Halves" in list_codecs("reference")
-    x = torch.tensor([1.0, 1 + 2**-12, 70.0])
-    found = get_codec("Halves", "reference")
+    for table in ("_registered", "_instances"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    register_backend("with_halves", "my_codecs:WithHalves")
+    found = get_codec("Halves", "with_halves")
     out = torch.zeros(3)
-    found.decompress(found.compress(x, 3), 3, out)
+    found.decompress(found.compress(torch.tensor([1.0, 1 + 2**-12, 70.0]), 3), 3, out)
     assert out.tolist() == [1.0, 1.0, 70.0]
-    test_every_algorithm_trains_alike_on_all_ranks_with_every_codec("Halves", "bytegrad")
-
-
-@pytest.mark.usefixtures("_halves")
-def test_registering_refuses_what_get_codec_could_not_find():
-    register_codec("Halves", "my_codecs:Halves")  # the same again
-    with pytest.raises(
-        ValueError, match="name='Halves' is already registered for 'my_codecs:Halves'"
-    ):
-        register_codec("Halves", "others:Halves")
-    with pytest.raises(ValueError, match="target='my_codecs' must be of the form 'module:Class'"):
-        register_codec("other", "my_codecs")
-    register_codec("wrong", "json:JSONDecoder")
-    register_codec("absent", "no_such_package.codecs:Codec", hint="pip install no-such-package")
-    with pytest.raises(
-        BackendUnavailableError,
-        match="codec 'wrong' cannot run: json:JSONDecoder is not a Codec class",
-    ):
-        get_codec("wrong")
-    with pytest.raises(
-        BackendUnavailableError,
-        match=r"codec 'absent' cannot run: no_such_package.codecs is not installed",
-    ):
-        get_codec("absent")
+    with use_backend("with_halves"):
+        check_compression("Halves")
+        test_every_algorithm_trains_alike_on_all_ranks_with_every_codec("Halves", "bytegrad")
 
 
 def test_get_codec_lists_what_there_is():

@@ -25,7 +25,6 @@ from bagua_ref.backends import (
     get_codec,
     list_codecs,
     register_backend,
-    register_codec,
     use_backend,
 )
 from bagua_ref.base.not_provided import explain_missing as _explain_missing
@@ -113,7 +112,6 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_inplace",
     "register_backend",
-    "register_codec",
     "scatter",
     "scatter_inplace",
     "send",

@@ -1,12 +1,11 @@
-"""The registries of kernel backends and of codecs, and the choice of a backend.
+"""The registry of kernel backends, the choice of a backend, and its codecs.
 
 The choice follows this order: the argument ``backend=``; `use_backend`; the environment variable
 BAGUA_REF_BACKEND; ``"cuda"`` for CUDA tensors if it can run; else ``"reference"``. If a backend
 that was asked for cannot run, that is an error; no other one takes its place. Backends are
 registered as "module:Class" and imported only when needed. Other packages add theirs with
 `register_backend` or with the entry point group ``bagua_ref.backends``. Each backend has codecs of
-its own; codecs that work for any backend are added with `register_codec` or with the entry point
-group ``bagua_ref.codecs``.
+its own, in its attribute ``codecs``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import threading
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
 
 import torch
 
@@ -35,12 +33,9 @@ __all__ = [
     "is_codec",
     "list_codecs",
     "register_backend",
-    "register_codec",
     "use_backend",
 ]
 
-_ENTRY_POINTS = "bagua_ref.backends"
-_CODEC_ENTRY_POINTS = "bagua_ref.codecs"
 _VARIABLE = "BAGUA_REF_BACKEND"
 
 
@@ -51,7 +46,6 @@ class _Registration:
 
 
 _registered: dict[str, _Registration] = {}
-_registered_codecs: dict[str, _Registration] = {}
 _instances: dict[str, KernelBackend] = {}
 _lock = threading.RLock()
 _process_wide: list[use_backend] = []
@@ -71,29 +65,6 @@ def register_backend(name: str, target: str, *, hint: str = "") -> None:
         ValueError: target is not of this form, or name is registered for another target.
         TypeError: name or target is not a string.
     """
-    _register(_registered, name, target, hint)
-
-
-def register_codec(name: str, target: str, *, hint: str = "") -> None:
-    """Register a codec for all backends under a name; it is not imported until it is needed.
-
-    A codec of one backend belongs into that backend's `KernelBackend.codecs` instead, and takes
-    precedence there.
-
-    Args:
-        name: its name for `get_codec` and ``compression=``.
-        target: ``"module:Class"``; the class is a `Codec`, instantiated with the backend for which
-            it is to work.
-        hint: what to install if it cannot be imported, such as ``"pip install my-codecs"``.
-
-    Raises:
-        ValueError: target is not of this form, or name is registered for another target.
-        TypeError: name or target is not a string.
-    """
-    _register(_registered_codecs, name, target, hint)
-
-
-def _register(table: dict[str, _Registration], name: str, target: str, hint: str) -> None:
     for argument, value in (("name", name), ("target", target)):
         if not isinstance(value, str):
             raise TypeError(f"{argument}={value!r} must be a string")
@@ -101,13 +72,13 @@ def _register(table: dict[str, _Registration], name: str, target: str, hint: str
     if not (module and colon and attribute):
         raise ValueError(f"target={target!r} must be of the form 'module:Class'")
     with _lock:
-        known = table.get(name)
+        known = _registered.get(name)
         if known is not None and known.target != target:
             raise ValueError(
                 f"name={name!r} is already registered for {known.target!r}; choose another name for"
                 f" {target!r}"
             )
-        table[name] = _Registration(target, hint)
+        _registered[name] = _Registration(target, hint)
 
 
 def get_codec(name: str, backend: str | KernelBackend | None = None) -> Codec:
@@ -119,33 +90,26 @@ def get_codec(name: str, backend: str | KernelBackend | None = None) -> Codec:
 
     Raises:
         ValueError: no codec has this name; the message lists those that exist.
-        BackendUnavailableError: the backend has no such codec, or it cannot be imported; the
-            message says why.
+        BackendUnavailableError: the backend has no such codec.
 
     >>> get_codec("OneBit").payload_bytes(1000, torch.float32)
     160
     """
     kernels = get_backend(backend)
-    own = kernels.codecs.get(name) if isinstance(name, str) else None
-    if own is not None:
-        return own(kernels)
+    if isinstance(name, str) and name in kernels.codecs:
+        return kernels.codecs[name](kernels)
     if not is_codec(name):
         raise ValueError(
             f"name={name!r} is not a known codec; there are {', '.join(map(repr, list_codecs()))}"
         )
-    asked = f"codec {name!r}"
-    registration = _registered_codecs.get(name) or _installed(_CODEC_ENTRY_POINTS).get(name)
-    if registration is None:
-        names = ", ".join(map(repr, list_codecs(kernels)))
-        raise BackendUnavailableError(
-            f"{asked} cannot run: backend {kernels.name!r} does not have it; it has {names}"
-        )
-    codec: Codec = _import_class(registration, asked, Codec)(kernels)
-    return codec
+    names = ", ".join(map(repr, list_codecs(kernels)))
+    raise BackendUnavailableError(
+        f"codec {name!r} cannot run: backend {kernels.name!r} does not have it; it has {names}"
+    )
 
 
 def list_codecs(backend: str | KernelBackend | None = None) -> list[str]:
-    """Return the names of a backend's codecs and of those registered for all backends.
+    """Return the names of a backend's codecs.
 
     Args:
         backend: a name or a backend; None: all backends that have been used, and the reference.
@@ -153,29 +117,21 @@ def list_codecs(backend: str | KernelBackend | None = None) -> list[str]:
     >>> {"MXFP4", "MXFP8", "MXINT8", "MinMaxUInt8", "OneBit"} <= set(list_codecs("reference"))
     True
     """
-    return sorted({*_known_codecs(backend), *_installed(_CODEC_ENTRY_POINTS)})
-
-
-def is_codec(name: object) -> bool:
-    """Return whether ``name`` is one of `list_codecs`; entry points are read only if no known codec
-    has this name.
-
-    >>> is_codec("MXFP8"), is_codec("MXFP9"), is_codec(None)
-    (True, False, False)
-    """
-    return isinstance(name, str) and (
-        name in _known_codecs() or name in _installed(_CODEC_ENTRY_POINTS)
-    )
-
-
-def _known_codecs(backend: str | KernelBackend | None = None) -> set[str]:
-    """Return the names of `list_codecs` that are known without reading entry points."""
     used = (
         [get_backend("reference"), *_instances.values()]
         if backend is None
         else [get_backend(backend)]
     )
-    return {name for kernels in used for name in kernels.codecs}.union(_registered_codecs)
+    return sorted({name for kernels in used for name in kernels.codecs})
+
+
+def is_codec(name: object) -> bool:
+    """Return whether ``name`` is one of `list_codecs`.
+
+    >>> is_codec("MXFP8"), is_codec("MXFP9"), is_codec(None)
+    (True, False, False)
+    """
+    return name in list_codecs()
 
 
 def get_backend(
@@ -266,7 +222,7 @@ def available_backends() -> dict[str, str | None]:
     True
     """
     reasons: dict[str, str | None] = {}
-    for name in sorted({*_registered, *_installed(_ENTRY_POINTS)}):
+    for name in sorted({*_registered, *_installed()}):
         try:
             _load(name, f"backend={name!r}")
             reasons[name] = None
@@ -275,16 +231,16 @@ def available_backends() -> dict[str, str | None]:
     return reasons
 
 
-def _installed(group: str) -> dict[str, _Registration]:
-    """Return the backends or codecs that other packages register as entry points; this reads a file
-    of every installed package.
+def _installed() -> dict[str, _Registration]:
+    """Return the backends that other packages register as entry points; this reads a file of every
+    installed package.
     """
     return {
         point.name: _Registration(
             point.value,
             f"it comes from {point.dist.name if point.dist else 'an installed package'}",
         )
-        for point in entry_points(group=group)
+        for point in entry_points(group="bagua_ref.backends")
     }
 
 
@@ -293,9 +249,9 @@ def _load(name: str, asked: str) -> KernelBackend:
     instance = _instances.get(name)
     if instance is not None:
         return instance
-    registration = _registered.get(name) or _installed(_ENTRY_POINTS).get(name)
+    registration = _registered.get(name) or _installed().get(name)
     if registration is None:
-        names = ", ".join(map(repr, sorted({*_registered, *_installed(_ENTRY_POINTS)})))
+        names = ", ".join(map(repr, sorted({*_registered, *_installed()})))
         advice = ""
         if name in current_world().engines:
             advice = (
@@ -305,7 +261,7 @@ def _load(name: str, asked: str) -> KernelBackend:
         raise ValueError(f"{asked} is not a known kernel backend; installed are {names}{advice}")
     with _lock:
         if name not in _instances:
-            backend_class: type[KernelBackend] = _import_class(registration, asked, KernelBackend)
+            backend_class = _import_class(registration, asked)
             if (reason := backend_class.unavailable_reason()) is not None:
                 advice = f"; {registration.hint}" if registration.hint else ""
                 raise BackendUnavailableError(f"{asked} cannot run: {reason}{advice}")
@@ -313,8 +269,7 @@ def _load(name: str, asked: str) -> KernelBackend:
         return _instances[name]
 
 
-def _import_class(registration: _Registration, asked: str, base: type) -> Any:
-    """Return the registered class, a subclass of ``base``."""
+def _import_class(registration: _Registration, asked: str) -> type[KernelBackend]:
     module, _, attribute = registration.target.partition(":")
     advice = f"; {registration.hint}" if registration.hint else ""
     try:
@@ -329,9 +284,9 @@ def _import_class(registration: _Registration, asked: str, base: type) -> Any:
         raise BackendUnavailableError(
             f"{asked} cannot run: importing {module}: {type(error).__name__}: {error}{advice}"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, base)):
+    if not (isinstance(found, type) and issubclass(found, KernelBackend)):
         raise BackendUnavailableError(
-            f"{asked} cannot run: {registration.target} is not a {base.__name__} class"
+            f"{asked} cannot run: {registration.target} is not a KernelBackend class"
         )
     return found
 
