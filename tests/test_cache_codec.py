@@ -165,44 +165,30 @@ def test_a_tensor_that_is_twice_in_an_object_is_stored_once_and_comes_back_as_on
 
 
 @pytest.mark.parametrize(
-    ("value", "advice"),
+    "value",
     [
-        (torch.eye(2).to_sparse(), r"return its to_dense\(\), or its indices and values"),
-        (torch.eye(2).to_sparse_csr(), r"return its to_dense\(\)"),
-        (
-            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-            r"return a list of its tensors: its unbind\(\)",
-        ),
-        (
-            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-            "return a list of its tensors",
-        ),
-        (torch.ones(2, device="meta"), r"return its cpu\(\)"),
-        (torch.nn.Parameter(torch.ones(2)), r"return its detach\(\).as_subclass\(torch.Tensor\)"),
-        (
-            with_attribute(torch.ones(2)),
-            (
-                r"return its detach\(\).as_subclass\(torch.Tensor\), with attributes beside it in a"
-                r" dict"
-            ),
-        ),
-        (np.array([1, None]), r"return its tolist\(\), or an array of numbers or text"),
-        ({1, 2}, "return tensors, arrays, numbers"),
+        torch.eye(2).to_sparse(),
+        torch.eye(2).to_sparse_csr(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.ones(2, device="meta"),
+        torch.nn.Parameter(torch.ones(2)),
+        with_attribute(torch.ones(2)),
+        np.array([1, None]),
+        {1, 2},
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_stored_says_what_to_return_instead(value, advice):
+def test_what_cannot_be_stored_says_what_to_return_instead(value):
     for nested in (value, [value], {"a": (1, value)}):
-        with pytest.raises(TypeError, match=rf"allow_pickle=True .*, or {advice}"):
+        with pytest.raises(TypeError, match=r"allow_pickle=True .*, or return plain dense tensors"):
             encode(nested, allow_pickle=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*quantiz.*")
-def test_quantised_tensors_say_what_to_return_instead():
+def test_quantised_tensors_are_pickled_without_the_rest_of_their_storage():
     value = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
-    with pytest.raises(
-        TypeError, match=r"return its dequantize\(\), or its int_repr\(\) with scale and zero point"
-    ):
+    with pytest.raises(TypeError, match="return plain dense tensors"):
         encode(value, allow_pickle=False)
     rows = torch.quantize_per_tensor(torch.ones(100, 100), 0.1, 0, torch.quint8)
     encoded = encode(Row(rows[3]), allow_pickle=True)
@@ -229,7 +215,7 @@ def test_more_than_redis_takes_is_refused_before_it_is_sent(monkeypatch):
 
 def test_what_pickle_refuses_is_named_with_what_to_return_instead():
     with pytest.raises(
-        TypeError, match=r"builtins\.function cannot be cached, as pickle raised .*; return tensors"
+        TypeError, match=r"builtins\.function cannot be cached, as pickle raised .*; return plain"
     ):
         encode([lambda: 1], allow_pickle=True)
 

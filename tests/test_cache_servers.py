@@ -221,7 +221,7 @@ def test_tls():
             hosts=[{**server.host, "ssl": True, "ssl_ca_certs": str(CERTIFICATE)}]
         ).status()
         del host["ssl"]
-        loader = CacheLoader(hosts=[{**host, "tls": True, "ssl_ca_certs": str(CERTIFICATE)}])
+        loader = CacheLoader(hosts=[{**host, "ssl": True, "ssl_ca_certs": str(CERTIFICATE)}])
         values = [os.urandom(200_000) for _ in range(20)]
         for load in (lambda keys: values, None):
             assert loader.get_many(range(20), load) == values

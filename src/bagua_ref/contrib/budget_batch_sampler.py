@@ -110,14 +110,6 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         """The number of batches that drop_last has dropped from the newest plan."""
         return self._made.dropped if self._made is not None else 0
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.length} samples, max_cost={self.max_cost},"
-            f" padded={self.padded}, rank {self.rank} of {self.num_replicas},"
-            f" shuffle={self.shuffle}, seed={self.seed}, mix={self.mix},"
-            f" drop_last={self.drop_last}; {self._shown_place()})"
-        )
-
     def _checked_costs(self, given: Any) -> Places:
         """Return the costs as int64 or float64; raise unless each is positive, finite and within
         the budget.

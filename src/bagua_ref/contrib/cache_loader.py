@@ -25,7 +25,6 @@ import xxhash
 from torch.utils.data import get_worker_info
 
 from bagua_ref.base.not_provided import explain_missing
-from bagua_ref.base.utils import readable_bytes
 from bagua_ref.contrib.cache.client import of_signal_handler
 from bagua_ref.contrib.cache.codec import DamagedValueError, TooLargeError, decode, encode
 from bagua_ref.contrib.utils.redis_store import FakeRedisStore, RedisStore, commands, existing
@@ -54,7 +53,7 @@ class CacheStats:
 
     >>> from bagua_ref.contrib.cache_loader import CacheStats
     >>> CacheStats(hits=90, misses=10, errors=0, bytes_read=1_840_000, bytes_written=204_000)
-    CacheStats(hits=90, misses=10 (90.0% hits), errors=0, read 1.8 MB, written 204.0 kB)
+    CacheStats(hits=90, misses=10, errors=0, bytes_read=1840000, bytes_written=204000)
     """
 
     hits: int = 0
@@ -67,13 +66,6 @@ class CacheStats:
     def hit_rate(self) -> float:
         """Return hits / (hits + misses), 0 before the first value."""
         return self.hits / max(1, self.hits + self.misses)
-
-    def __repr__(self) -> str:
-        return (
-            f"CacheStats(hits={self.hits}, misses={self.misses} ({self.hit_rate:.1%} hits),"
-            f" errors={self.errors}, read {readable_bytes(self.bytes_read)}, written"
-            f" {readable_bytes(self.bytes_written)})"
-        )
 
 
 class CacheLoader:

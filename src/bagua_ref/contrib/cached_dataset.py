@@ -66,13 +66,6 @@ class CachedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __repr__(self) -> str:
-        size = f"{len(self.dataset)} samples" if hasattr(self.dataset, "__len__") else "samples"
-        return (
-            f"CachedDataset({size} of {type(self.dataset).__name__}, {self.cache_loader!r},"
-            f" {self.stats()!r})"
-        )
-
     def __getitem__(self, index: Any) -> Any:
         return self.cache_loader.get(_key(index), self.dataset.__getitem__)
 

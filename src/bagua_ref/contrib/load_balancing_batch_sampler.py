@@ -80,12 +80,6 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         self.sampler.set_epoch(epoch)
         self._follow()
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.sampler!r}, drop_last={self.drop_last};"
-            f" {self._shown_place()})"
-        )
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at the saved batch, as
         `LoadBalancingDistributedSampler.load_state_dict` does (S7.6).

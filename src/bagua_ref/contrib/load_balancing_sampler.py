@@ -144,13 +144,6 @@ class LoadBalancingDistributedSampler(
             )
         self._ordering = Ordering(numbers, bound, backend)
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.length} samples, rank {self.rank} of {self.num_replicas},"
-            f" shuffle={self.shuffle}, seed={self.seed}, drop_last={self.drop_last},"
-            f" random_level={self.random_level}; {self._shown_place()})"
-        )
-
     def shuffle_chunks(self) -> tuple[list[list[int]], list[int]]:
         """Return this epoch's chunks of indices (those of its newest stretch), and the order in
         which they are drawn (S7.3).

@@ -150,6 +150,17 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
             copied._next = copied._place
         return copied
 
+    def __repr__(self) -> str:
+        ended = [
+            f"{taken} of {total} drawn by each of {replicas}, then "
+            for replicas, taken, total in self._place.ended
+        ]
+        return (
+            f"{type(self).__name__}({self.length} samples, rank {self.rank} of"
+            f" {self.num_replicas}; epoch {self.epoch}: {''.join(ended)}{self._place.taken} of"
+            f" {self._place.total} {self.unit} drawn)"
+        )
+
     def __iter__(self) -> Iterator[T]:
         self._follow()
         return self._draw(self.epoch)
@@ -210,16 +221,6 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
             said = said or same_share(states)
         if said:
             raise ValueError(said)
-
-    def _shown_place(self) -> str:
-        ended = [
-            f"{taken} of {total} drawn by each of {replicas}, then "
-            for replicas, taken, total in self._place.ended
-        ]
-        return (
-            f"epoch {self.epoch}: {''.join(ended)}{self._place.taken} of {self._place.total}"
-            f" {self.unit} drawn"
-        )
 
     def _state(self, taken: int | None) -> dict[str, Any]:
         """Return the position after ``taken`` items; None: after those that the newest iterator has

@@ -31,6 +31,10 @@ _INT = struct.Struct("=q")
 _FLOAT = struct.Struct("=d")
 _COMPLEX = struct.Struct("=dd")
 _LARGEST = 512 * 1024**2  # the longest value of Redis, in bytes
+_INSTEAD = (
+    "return plain dense tensors on the CPU, arrays of numbers or text, numbers, str, bytes, and tuples, lists and dicts of"
+    " them"
+)
 
 
 class DamagedValueError(ValueError):
@@ -149,12 +153,11 @@ def _write(value: Any, parts: list[Any], allow_pickle: bool) -> None:
 
 def _write_pickled(value: Any, parts: list[Any], allow_pickle: bool) -> None:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    plain = _instead(value)
     if not allow_pickle:
         raise TypeError(
             f"a value of type {kind} cannot be cached without pickle, which is off for hosts="
             " because whoever can write to those servers could run code here; pass"
-            f" allow_pickle=True if you trust all of them, or {plain}"
+            f" allow_pickle=True if you trust all of them, or {_INSTEAD}"
         )
     handled = sys.exc_info()[1]
     try:
@@ -167,7 +170,7 @@ def _write_pickled(value: Any, parts: list[Any], allow_pickle: bool) -> None:
             raise
         raise TypeError(
             f"a value of type {kind} cannot be cached, as pickle raised {type(error).__name__}:"
-            f" {error}; {plain}"
+            f" {error}; {_INSTEAD}"
         ) from error
     parts.append(_blob(b"p", pickled.getvalue()))
 
@@ -179,23 +182,6 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         return reduced_tensor(value) if isinstance(value, torch.Tensor) else NotImplemented
-
-
-def _instead(value: Any) -> str:
-    """Return advice for a value that cannot be stored as it is."""
-    if isinstance(value, torch.Tensor):
-        if value.is_quantized:
-            return "return its dequantize(), or its int_repr() with scale and zero point"
-        if value.is_nested:
-            return "return a list of its tensors: its unbind()"
-        if value.layout is not torch.strided:
-            return "return its to_dense(), or its indices and values in a dict"
-        if value.device.type != "cpu":
-            return "return its cpu()"
-        return "return its detach().as_subclass(torch.Tensor), with attributes beside it in a dict"
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        return "return its tolist(), or an array of numbers or text: its astype(...)"
-    return "return tensors, arrays, numbers, str, bytes, and tuples, lists and dicts of them"
 
 
 def _blob(tag: bytes, data: bytes | bytearray) -> bytes:

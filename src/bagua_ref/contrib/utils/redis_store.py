@@ -35,7 +35,6 @@ _PROBE_SECONDS = 1.0
 # A longer MSET is split: hiredis joins the values of one before it sends any, which takes a third of
 # the time, and Redis drops clients that send more than 1 GB at once.
 _COMMAND_BYTES = 1024**2
-_ALIASES = {"unix_socket": "unix_socket_path", "tls": "ssl"}
 _OPTIONS = (
     "host",
     "port",
@@ -358,11 +357,9 @@ def checked_capacity(capacity: int, name: str = "capacity_per_node") -> int:
 
 
 def _checked_host(host: Mapping[str, Any]) -> dict[str, Any]:
-    options = {_ALIASES.get(name, name): value for name, value in host.items()}
+    options = dict(host)
     if unknown := [name for name in options if name not in _OPTIONS]:
-        raise ValueError(
-            f"hosts has a server with {unknown[0]!r}; known are {', '.join([*_OPTIONS, *_ALIASES])}"
-        )
+        raise ValueError(f"hosts has a server with {unknown[0]!r}; known are {', '.join(_OPTIONS)}")
     if "host" not in options and "unix_socket_path" not in options:
         raise ValueError(
             f"hosts has a server without 'host' or 'unix_socket_path'; it has {sorted(options)}"
