@@ -20,7 +20,7 @@ from bagua_ref.conformance.cases.training_cases import graph_cases, sizes_of, wo
 from bagua_ref.conformance.checks.registry import all_checks
 from bagua_ref.conformance.run import runner
 from bagua_ref.conformance.run.search import PROFILES
-from bagua_ref.conformance.targets.target import assemble, resolve
+from bagua_ref.conformance.targets.target import resolve
 from bagua_ref.conformance.targets.world import MOST_RANKS, RankWorld, own_communicator
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_check_that_needs_more_ranks_is_skipped() -> None:
 
 
 def test_a_communicator_of_the_command_line_has_capabilities() -> None:
-    target = assemble("reference", f"{__name__}:small")
+    target = runner.NamedTarget("reference", communicator=f"{__name__}:small").load(10.0)
     assert (target.max_ranks, target.external) == (2, False)
 
 

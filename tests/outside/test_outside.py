@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.run.runner import NamedTarget
 from bagua_ref.conformance.run.search import PROFILES
 from bagua_ref.conformance.targets.process import ProcessTarget
-from bagua_ref.conformance.targets.target import assemble
 
 pytestmark = [pytest.mark.proof, pytest.mark.slow]
 
@@ -24,7 +24,7 @@ PYTHON = shlex.quote(sys.executable)
 def test_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROFILES, "quick", 20)  # every input starts processes
     report = run_conformance(
-        assemble(None, "bagua_ref.conformance.targets.torch_group:gloo"), ["collectives"]
+        NamedTarget(communicator="bagua_ref.conformance.targets.torch_group:gloo"), ["collectives"]
     )
     print(report)
     # gloo's minimum and maximum of a NaN depend on the rank that has it, which S3.9 does not allow.

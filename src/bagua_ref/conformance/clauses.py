@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CLAUSES", "NOT_COVERED", "SPEC_VERSION", "SUITES", "VECTORS_VERSION"]
-
 SPEC_VERSION = "1.1"
 """Of the clauses that the checks cite; every report carries it."""
 

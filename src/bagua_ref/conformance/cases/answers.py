@@ -30,8 +30,6 @@ from bagua_ref.conformance.expected import (
 )
 from bagua_ref.conformance.expected.kernels_numpy import array, stored
 
-__all__ = ["answer", "stretches"]
-
 Outputs = dict[str, Any]
 """Tensors, bytes, or numbers in lists or arrays, by name."""
 Nodes: TypeAlias = "list[int] | None"
@@ -43,7 +41,9 @@ def answer(
 ) -> dict[str, Tensor]:
     """Return the outputs of a case, by name."""
     with np.errstate(all="ignore"):  # infinities and NaN are results here
-        found = _ANSWERS[operation](dtype, **inputs, **parameters)
+        suite, _, name = operation.partition("/")
+        compute = _ANSWERS.get(operation) or partial(_BY_NAME[suite], name)
+        found = compute(dtype, **inputs, **parameters)
     return {name: _tensor(values, dtype) for name, values in found.items()}
 
 
@@ -397,20 +397,13 @@ def _samples(
     return outputs | {"indices": _integers(items)}
 
 
+_BY_NAME: dict[str, Callable[..., Outputs]] = {
+    "kernels": _elementwise,
+    "collectives": _collective,
+    "samplers": _samples,
+}
+"""A suite -> the answer of those of its operations that have no row below, from their names."""
 _ANSWERS: dict[str, Callable[..., Outputs]] = {
-    **{
-        f"kernels/{name}": partial(_elementwise, name)
-        for name in [
-            "add",
-            "subtract",
-            "add_scaled",
-            "average",
-            "divide",
-            "combine_ring",
-            "async_average",
-            "update_momentum",
-        ]
-    },
     "kernels/reduce_chunks": _reduce_chunks,
     "kernels/gather_flat": lambda dtype, **parts: {
         "flat": torch.cat([_empty(dtype), *(x.reshape(-1) for x in parts.values())])
@@ -432,19 +425,6 @@ _ANSWERS: dict[str, Callable[..., Outputs]] = {
     "comm_ops/qadam_momentum": _qadam_momentum,
     "comm_ops/shift_one_peer": _shift_one_peer,
     "comm_ops/graph_sources": _graph_sources,
-    **{
-        f"collectives/{name}": partial(_collective, name)
-        for name in [
-            "allreduce",
-            "reduce",
-            "reduce_scatter",
-            "broadcast",
-            "gather",
-            "allgather",
-            "scatter",
-            "alltoall",
-        ]
-    },
     "collectives/alltoall_v": _alltoall_v,
     "algorithms/gradient_allreduce": partial(_on_gradients, False),
     "algorithms/bytegrad": partial(_on_gradients, True),
@@ -486,9 +466,5 @@ _ANSWERS: dict[str, Callable[..., Outputs]] = {
     "compressed_gradients/stat2": _stat2,
     "compressed_gradients/sparse": _sparse,
     "compressed_gradients/error_feedback": _error_feedback,
-    **{
-        f"samplers/{name}": partial(_samples, name)
-        for name in ("sampler_indices", "sampler_batches", "budget_batches")
-    },
 }
 """A suite and an operation -> its answer."""

@@ -157,31 +157,14 @@ def collective_call(
         found[rank * count : (rank + 1) * count] = own
         return found
 
-    def results() -> tuple[Tensor, tuple[Any, ...], list[Tensor]]:
-        """Return what ranks receive into, the arguments after the tensors, and the results by
-        rank.
-        """
-        if name == "reduce":
-            return short, (root, op), list(plain.reduce(x, op.name, root))
-        if name in REDUCING:
-            return (
-                short,
-                (op,),
-                list(
-                    (plain.allreduce if name == "allreduce" else plain.reduce_scatter)(x, op.name)
-                ),
-            )
-        if name == "broadcast":
-            return short, (root,), list(plain.broadcast(x, root))
-        if name == "scatter":
-            return short, (root,), list(plain.scatter(x[root], n))
-        return (
-            long,
-            (root,) if name == "gather" else (),
-            list((plain.alltoall if name == "alltoall" else plain.allgather)(x)),
-        )
-
-    received, more, wanted = results()
+    given = {"broadcast": (root,), "reduce": (op.name, root), "scatter": (n,)}
+    how = given.get(name, (op.name,) if name in REDUCING else ())
+    result = getattr(plain, name)(x[root] if name == "scatter" else x, *how)
+    wanted = [result] * n if name == "gather" else list(result)
+    received = long if name in ("gather", "allgather", "alltoall") else short
+    more: tuple[Any, ...] = (op,) if name in REDUCING else ()
+    if name in ("reduce", "broadcast", "gather", "scatter"):
+        more = (root, *more)
     if name in ("reduce", "gather"):  # of the others, nothing is received
         kept = [received if method == name else mine for mine in x]
         wanted = [wanted[rank] if rank == root else kept[rank] for rank in everyone]
@@ -197,16 +180,16 @@ def collective_call(
         return CollectiveCall(
             method, brought, [[mine, result] for mine, result in zip(x, wanted, strict=True)], near
         )
-    given = list(x)
+    mine = list(x)
     if name == "reduce_scatter":
         wanted = [with_own(x[rank], wanted[rank], rank) for rank in everyone]
     elif name == "allgather":
-        given = [with_own(long, x[rank], rank) for rank in everyone]
+        mine = [with_own(long, x[rank], rank) for rank in everyone]
     elif name == "gather":
-        given[root], more = with_own(long, x[root], root), (count, root)
+        mine[root], more = with_own(long, x[root], root), (count, root)
     elif name == "scatter":
-        given, more = [x[root] if rank == root else short for rank in everyone], (count, root)
+        mine, more = [x[root] if rank == root else short for rank in everyone], (count, root)
         wanted[root] = x[root]
     return CollectiveCall(
-        method, [[mine, *more] for mine in given], [[result] for result in wanted], near
+        method, [[own, *more] for own in mine], [[result] for result in wanted], near
     )

@@ -13,19 +13,6 @@ from hypothesis import strategies as st
 from bagua_ref.conformance.cases.strategies import seeds
 from bagua_ref.conformance.expected import samplers_plain
 
-__all__ = [
-    "about_an_edge",
-    "cases",
-    "complexities",
-    "cut",
-    "few_or_many",
-    "identity",
-    "levels",
-    "many_for",
-    "noisy_cases",
-    "one_to_five",
-]
-
 _few = st.integers(-3, 3)
 _near_edges = st.sampled_from(
     [s * 2**p for p in (15, 16, 31, 32, 53, 62, 63) for s in (1, -1)]

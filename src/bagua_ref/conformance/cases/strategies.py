@@ -151,7 +151,8 @@ def chunked(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Tensor, int]:
     ones, or one or two long ones.
     """
     few = st.tuples(st.integers(1, 5) | st.integers(1, 9), _chunk_sizes)
-    many = st.tuples(st.sampled_from([16, 17, 32, 33, 64, 100, 257]), st.integers(1, 3))
+    counts = st.sampled_from([*range(1, 10), *[16, 17, 32, 33, 64, 100, 257] * 4])  # few: to shrink
+    many = st.tuples(counts, st.integers(1, 3))
     long = st.tuples(st.integers(1, 2), st.sampled_from([256, 257, 512, 1000, 1024, 4097]))
     num_chunks, size = draw(st.one_of(few, few, few, many, long))
     if draw(st.integers(0, 2)) == 2:

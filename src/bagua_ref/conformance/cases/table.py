@@ -27,8 +27,6 @@ from bagua_ref.conformance.cases.numbers import Numbers, tensor_of
 from bagua_ref.conformance.expected.compression_numpy import fresh
 from bagua_ref.conformance.expected.samplers_plain import Draws
 
-__all__ = ["COMPRESSIBLE", "FLOATS", "GRAPHS", "INTEGERS", "REDUCED", "all_cases", "rows_of"]
-
 _TABLE = json.loads(resources.files(__package__).joinpath("table.json").read_text("utf-8"))
 
 COMPRESSIBLE: tuple[str, ...] = tuple(_TABLE["compressible"])

@@ -17,16 +17,6 @@ from bagua_ref.base import memory
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.untrusted import one_line
 
-__all__ = [
-    "CODES",
-    "DamagedFileError",
-    "bytes_of",
-    "dtype_named",
-    "name_of",
-    "read_safetensors",
-    "write_safetensors",
-]
-
 CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",

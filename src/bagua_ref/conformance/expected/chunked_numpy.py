@@ -17,8 +17,6 @@ from bagua_ref.conformance.expected.compression_numpy import kept
 from bagua_ref.conformance.expected.kernels_numpy import Array, added
 from bagua_ref.conformance.expected.local_updates_numpy import DiLoCo, Weights
 
-__all__ = ["Round", "SparseDiLoCo", "chunks", "cosine", "mean_of", "packed", "sent", "sparse_round"]
-
 
 def side(s: int, chunk: int) -> int:
     """Return c(s)."""

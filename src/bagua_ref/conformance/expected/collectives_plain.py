@@ -11,19 +11,6 @@ from functools import reduce as fold
 
 from torch import Tensor
 
-__all__ = [
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "alltoall_v",
-    "broadcast",
-    "combine",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
-
 _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
     "SUM": lambda x: x.sum(0),
     "AVG": lambda x: x.sum(0) / len(x),

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["EXACT", "SUM", "ULP", "Tolerance", "assert_equal", "places", "where_equal"]
-
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

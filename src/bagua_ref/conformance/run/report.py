@@ -8,8 +8,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from xml.etree import ElementTree  # XML is written here, never read
 
-__all__ = ["STATUSES", "Report", "Result"]
-
 STATUSES = (
     "passed",
     "failed",

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -41,20 +41,7 @@ from bagua_ref.conformance.run.report import Report, Result
 from bagua_ref.conformance.run.search import PROFILES, Outcome, Search, search
 from bagua_ref.conformance.run.workers import Workers
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
-from bagua_ref.conformance.targets.target import Target, assemble, resolve
-
-__all__ = [
-    "MOST_JOBS",
-    "CheckRun",
-    "NamedTarget",
-    "check_ids",
-    "default_jobs",
-    "read_xfails",
-    "reason_to_skip",
-    "row_id",
-    "run_conformance",
-    "select",
-]
+from bagua_ref.conformance.targets.target import Target, capabilities_of, load, resolve
 
 MOST_JOBS = 4
 """The most workers that run without being asked for."""
@@ -111,9 +98,15 @@ class NamedTarget:
             from bagua_ref.conformance.targets.process import ProcessTarget  # imports the samplers
 
             return resolve(ProcessTarget(self.command, time_limit))
+        target = Target(str(self.communicator), {})
         if self.target and ":" not in self.target:
-            return assemble(ReferenceTarget(self.target), self.communicator)
-        return assemble(self.target or self.backend, self.communicator)
+            target = resolve(ReferenceTarget(self.target))
+        elif named := self.target or self.backend:
+            target = resolve(named)
+        if self.communicator:
+            target.parts["communicator"] = factory = load(self.communicator)
+            target = replace(target, **capabilities_of(factory))
+        return target
 
 
 def run_conformance(

@@ -19,8 +19,6 @@ from bagua_ref.conformance.lab.violation import Skipped, Violation
 from bagua_ref.conformance.targets.target import Target
 from bagua_ref.conformance.targets.world import MOST_RANKS
 
-__all__ = ["PROFILES", "Outcome", "Search", "search"]
-
 PROFILES = {"quick": 40, "full": 500, "large": 40}
 """Name -> number of inputs for each check and dtype, to be multiplied by the check's effort. In
 "large", long inputs are longer.

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Workers"]
-
 
 class Workers:
     """A run of pytest whose plugin `bagua_ref_pytest` reports each check.

@@ -26,8 +26,6 @@ from bagua_ref.conformance.targets.process_link import DTYPES, Program, ProgramE
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.types import ReduceOp
 
-__all__ = ["PROTOCOL", "ProcessTarget"]
-
 PROTOCOL = 2
 """The version of the messages."""
 

@@ -25,8 +25,6 @@ from torch import Tensor
 from bagua_ref.base.untrusted import one_line
 from bagua_ref.conformance.cases.tensor_files import CODES, bytes_of, name_of
 
-__all__ = ["DTYPES", "Program", "ProgramError"]
-
 DTYPES = {name_of(dtype): dtype for dtype in CODES if dtype is not torch.uint64}
 """The dtypes of tensors in messages, by their names there."""
 

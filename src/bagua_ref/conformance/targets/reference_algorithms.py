@@ -20,8 +20,6 @@ from bagua_ref.errors import CommunicationError
 from bagua_ref.formulas.graphs import in_turn
 from bagua_ref.groups.process_group import init_process_group
 
-__all__ = ["Action", "GivenGradients", "Gradients", "ReferenceAlgorithms"]
-
 Gradients = dict[int, "Tensor"]
 """One rank's gradients in one step: the parameter's place -> its gradient, in the order in which
 they become ready. Parameters that the rank does not use in this step are missing."""

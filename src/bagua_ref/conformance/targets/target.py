@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ import torch
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.errors import BackendUnavailableError
-
-__all__ = ["LONG", "PARTS", "TAIL", "Target", "assemble", "load", "resolve", "sizes_beyond"]
 
 PARTS = ("kernels", "communicator", "comm_ops", "algorithms", "samplers")
 """The attributes of a target that suites check."""
@@ -124,23 +122,8 @@ def resolve(target: Any) -> Target:
         device=_device(kernels),
         requests=getattr(target, "requests", None),
         cannot_be_asked=getattr(target, "cannot_be_asked", ()),
-        **{**_capabilities(kernels), **_capabilities(target)},
+        **{**capabilities_of(kernels), **capabilities_of(target)},
     )
-
-
-def assemble(backend: Any, communicator: str | None) -> Target:
-    """Return the target of a command line: what `resolve` takes, a communicator factory by name, or
-    both.
-
-    The factory may have ``capabilities``, too.
-    """
-    if backend is None and communicator is None:
-        raise ValueError("name a backend, a communicator or both")
-    target = Target(str(communicator), {}) if backend is None else resolve(backend)
-    if communicator is not None:
-        target.parts["communicator"] = factory = load(communicator)
-        target = replace(target, **_capabilities(factory))
-    return target
 
 
 def load(path: str) -> Any:
@@ -173,7 +156,7 @@ def _setup(target: Any) -> list[str]:
     return [f"from {kind.__module__} import {name.partition('.')[0]}", f"kernels = {call}"]
 
 
-def _capabilities(part: Any) -> dict[str, Any]:
+def capabilities_of(part: Any) -> dict[str, Any]:
     """Return what a target, its kernels or its factory of communicators say that they can, as
     fields of `Target`.
     """

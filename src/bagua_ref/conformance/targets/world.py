@@ -13,8 +13,6 @@ from typing import Any
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.simulation import SimulatedWorld
 
-__all__ = ["MOST_RANKS", "RankWorld", "own_communicator", "run_world"]
-
 MOST_RANKS = {"collectives": 9, "comm_ops": 18, "algorithms": 12}
 """The largest worlds of each suite that has worlds."""
 

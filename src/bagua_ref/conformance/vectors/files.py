@@ -31,15 +31,6 @@ from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal
 from bagua_ref.conformance.targets.process_link import Program, ProgramError
 
-__all__ = [
-    "VectorsError",
-    "VectorsReport",
-    "Verdict",
-    "check_outputs",
-    "check_program",
-    "export_vectors",
-]
-
 
 class VectorsError(Exception):
     """The vectors cannot be written, or outputs cannot be compared with them."""
