@@ -293,12 +293,6 @@ def _diloco_schedule(dtype: str, step: Tensor, delay: int, **schedule: int) -> O
 # Compressed gradients
 
 
-def _gram(columns: Any) -> Any:
-    """Return V V^T, which does not depend on the basis of the span of orthonormal columns."""
-    wide = columns.astype(np.float64)
-    return compression_numpy.product(wide, wide.T)
-
-
 def _powersgd_round(
     dtype: str,
     gradients: Tensor,
@@ -313,7 +307,7 @@ def _powersgd_round(
     found = compression_numpy.power_sgd_round(
         list(gradients.numpy()), kept, factor, columns.shape[1], memory=memory, **options
     )
-    outputs = {"x": found.result, "qq": _gram(found.q)}
+    outputs = {"x": found.result, "qq": compression_numpy.gram(found.q)}
     return outputs | ({} if memory is None else {"errors": found.errors})
 
 
@@ -450,7 +444,7 @@ _ANSWERS: dict[str, Callable[..., Outputs]] = {
         ]
     },
     "compressed_gradients/orthonormalize": lambda dtype, x: {
-        "projection": _gram(compression_numpy.orthonormal(x.numpy()))
+        "projection": compression_numpy.gram(compression_numpy.orthonormal(x.numpy()))
     },
     "compressed_gradients/powersgd_round": _powersgd_round,
     "compressed_gradients/topk_count": lambda dtype, m, ratio: {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,7 @@ def train_on_gradients(
     return history
 
 
+@dataclass
 class QAdam:
     """QAdam on n ranks at once, which hold the same weights and moments at every step.
 
@@ -144,22 +146,18 @@ class QAdam:
         dtype: of all parameters.
     """
 
-    def __init__(
-        self,
-        weights: list[Array],
-        options: list[dict[str, Any]],
-        warmup_steps: int,
-        exchanges: list[tuple[list[int], Exchange]],
-        dtype: str = "float32",
-    ) -> None:
-        self.weights, self.options, self.warmup_steps = list(weights), options, warmup_steps
-        self.dtype, self._exchanges = dtype, exchanges
-        self.m, self.v = ([np.zeros_like(w) for w in weights] for _ in range(2))
-        self.s = 0
-        self._in_torch = [
-            torch.nn.Parameter(torch.tensor(w).to(getattr(torch, dtype))) for w in weights
-        ]
-        groups = [{"params": [p], **o} for p, o in zip(self._in_torch, options, strict=True)]
+    weights: list[Array]
+    options: list[dict[str, Any]]
+    warmup_steps: int
+    exchanges: list[tuple[list[int], Exchange]]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        self.weights, self.s = list(self.weights), 0
+        self.m, self.v = ([np.zeros_like(w) for w in self.weights] for _ in range(2))
+        kind = getattr(torch, self.dtype)
+        self._in_torch = [torch.nn.Parameter(torch.tensor(w).to(kind)) for w in self.weights]
+        groups = [{"params": [p], **o} for p, o in zip(self._in_torch, self.options, strict=True)]
         self._adam = torch.optim.Adam(groups, foreach=False)
 
     @np.errstate(all="ignore")
@@ -197,7 +195,7 @@ class QAdam:
             )
 
     def _exchange_momenta(self, gradients: list[list[Array]]) -> None:
-        for bucket, exchange in self._exchanges:
+        for bucket, exchange in self.exchanges:
             momenta = [
                 [
                     update_momentum(

@@ -7,6 +7,7 @@ Tensors are flat arrays of float32 in row-major order, and sums are Python's fsu
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,31 +167,26 @@ def sparse_round(
     return Round(np.sign(result) if sign else result, left, [*messages])
 
 
+@dataclass(kw_only=True)
 class SparseDiLoCo(DiLoCo):
     """All ranks of a training with SparseLoCo (S15.5).
 
     Args:
-        arguments: of `DiLoCo`.
         shapes: of the parameters.
         orders: the row-major place of each of their numbers.
         sparse: arguments of `sparse_round`.
-        options: of `DiLoCo`.
 
     Attributes:
         errors: e by rank and parameter, in the order of the weights.
         messages: of each fragment that was sent, by rank.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        shapes: list[tuple[int, ...]],
-        orders: list[Array],
-        sparse: dict[str, Any],
-        **options: Any,
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self.shapes, self.orders, self.sparse = shapes, orders, sparse
+    shapes: list[tuple[int, ...]]
+    orders: list[Array]
+    sparse: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.errors = [[np.zeros(x.size, np.float32) for x in rank] for rank in self.ranks]
         self.messages: list[list[bytes]] = []
 

@@ -10,7 +10,7 @@ e and Q.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -193,8 +193,7 @@ def reach(
 def gram(q: Array) -> Array:
     """Return Q Q^T in float64, which does not depend on the basis."""
     wide = q.astype(np.float64)
-    product: Array = wide @ wide.T
-    return product
+    return product(wide, wide.T)
 
 
 def error_feedback_round(
@@ -247,6 +246,7 @@ def error_feedback_round(
     return stored(result, dtype), new_workers, new_servers
 
 
+@dataclass
 class ErrorFeedback:
     """All rounds of a bucket with error memory (S11.1), between all ranks or between node leaders
     (S3.3).
@@ -259,12 +259,12 @@ class ErrorFeedback:
         average: the mean instead of the sum.
     """
 
-    def __init__(
-        self, nodes: list[int] | None, codec: str, dtype: str, average: bool = True
-    ) -> None:
-        self.nodes, self.codec, self.dtype, self.average = nodes, codec, dtype, average
-        self.workers: list[Array] = []
-        self.servers: list[Array] = []
+    nodes: list[int] | None
+    codec: str
+    dtype: str
+    average: bool = True
+    workers: list[Array] = field(default_factory=list)
+    servers: list[Array] = field(default_factory=list)
 
     def round(self, ranks: list[Array]) -> Array:
         """Return the elements of every rank after a round, without the padding that S5.2 adds."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -86,14 +87,16 @@ def averaged(ranks: Sequence[Sequence[Any]], dtypes: list[str]) -> list[Any]:
     return [list(means) for _ in ranks]
 
 
+@dataclass
 class InnerSGD:
     """torch's SGD on every rank: ``b <- momentum*b + grad``, which begins as grad, then ``x <- x -
     lr*b``; b stays local.
     """
 
-    def __init__(self, lr: float, momentum: float, dtypes: list[str]) -> None:
-        self.lr, self.momentum, self.dtypes = lr, momentum, dtypes
-        self._buffers: dict[tuple[int, int], Array] = {}
+    lr: float
+    momentum: float
+    dtypes: list[str]
+    _buffers: dict[tuple[int, int], Array] = field(default_factory=dict)
 
     def step(self, ranks: list[Weights], gradients: Sequence[Gradients]) -> list[Weights]:
         """Return the weights after a step on every rank."""
@@ -147,12 +150,13 @@ def local_sgd(
     return history
 
 
+@dataclass
 class DiLoCo:
     """All ranks of a training with DiLoCo (S9.2 to S9.5); `step` takes every rank's gradients.
 
     Args:
         start: the weights at the beginning, equal on all ranks.
-        ranks: n.
+        n: the number of ranks.
         lr: of the inner SGD.
         dtypes: of the parameters.
         fragments: the places of the parameters in each fragment.
@@ -169,37 +173,34 @@ class DiLoCo:
         g: the global copy; None before step warmup_steps + 1.
     """
 
-    def __init__(
-        self,
-        start: Weights,
-        ranks: int,
-        lr: float,
-        dtypes: list[str],
-        fragments: list[list[int]],
-        outer: Outer,
-        *,
-        period: int,
-        delay: int = 0,
-        mix: float = 0.0,
-        warmup_steps: int = 0,
-        compression: str | None = None,
-        momentum: float = 0.0,
-    ) -> None:
-        self.ranks, self.dtypes, self.fragments = [start] * ranks, dtypes, fragments
-        self._inner = InnerSGD(lr, momentum, dtypes)
-        self.outer, self.mix, self.warmup_steps, self.compression = (
-            outer,
-            mix,
-            warmup_steps,
-            compression,
-        )
-        self.delay, self.schedule = (
-            delay,
-            {"period": period, "fragments": len(fragments), "warmup_steps": warmup_steps},
-        )
-        self.t = 0
+    start: Weights
+    n: int
+    lr: float
+    dtypes: list[str]
+    fragments: list[list[int]]
+    outer: Outer
+    _: KW_ONLY
+    period: int
+    delay: int = 0
+    mix: float = 0.0
+    warmup_steps: int = 0
+    compression: str | None = None
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.ranks, self.t = [self.start] * self.n, 0
         self.g: Weights | None = None
+        self._inner = InnerSGD(self.lr, self.momentum, self.dtypes)
         self._sent: dict[int, Weights] = {}
+
+    def _due(self, delay: int) -> int | None:
+        return fragment_due(
+            self.t,
+            period=self.period,
+            fragments=len(self.fragments),
+            warmup_steps=self.warmup_steps,
+            delay=delay,
+        )
 
     def step(self, gradients: Sequence[Gradients]) -> None:
         """Take step t on every rank.
@@ -216,9 +217,9 @@ class DiLoCo:
             ]
         given = averaged(gradients, self.dtypes) if self.t <= self.warmup_steps else gradients
         self.ranks = self._inner.step(self.ranks, given)
-        if (sent := fragment_due(self.t, delay=self.delay, **self.schedule)) is not None:
+        if (sent := self._due(self.delay)) is not None:
             self._sent[sent] = self._mean_difference(sent)
-        if (applied := fragment_due(self.t, **self.schedule)) is not None and applied in self._sent:
+        if (applied := self._due(0)) is not None and applied in self._sent:
             self._apply(applied, self._sent.pop(applied))
 
     def _mean_difference(self, p: int) -> Weights:

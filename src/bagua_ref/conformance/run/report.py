@@ -184,24 +184,8 @@ class Report:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        head = {
-            "target": self.target,
-            "passed": self.passed,
-            "profile": self.profile,
-            "seed": self.seed,
-            "max_ranks": self.max_ranks,
-        }
-        body = {
-            "seconds": round(self.seconds, 3),
-            "versions": self.versions,
-            "counts": dict(self.counts()),
-        }
-        return (
-            json.dumps(
-                {**head, **body, "results": [asdict(result) for result in self.results]}, indent=1
-            )
-            + "\n"
-        )
+        values = asdict(self) | {"passed": self.passed, "counts": dict(self.counts())}
+        return json.dumps(values | {"seconds": round(self.seconds, 3)}, indent=1) + "\n"
 
     def to_junit(self) -> str:
         """Return JUnit XML: a test case for each result."""
