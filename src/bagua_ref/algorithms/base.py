@@ -166,6 +166,9 @@ class AlgorithmImpl(NotCopied):
             )
         return context
 
+    algorithm: ClassVar[Any] = None
+    """The class of its options; `implements` sets it."""
+
     name = "this algorithm"
     """The algorithm's name in messages and states."""
 
@@ -436,14 +439,15 @@ class Algorithm:
             optimizers: as passed when wrapping.
         """
 
-    implementation: ClassVar[Callable[..., AlgorithmImpl] | None] = None
-    """Its implementation's class, of which `reify` makes an instance."""
+    implementation: ClassVar[Any] = None
+    """The class of its implementation, of which `reify` makes an instance."""
 
     def reify(self, process_group: Group) -> AlgorithmImpl:
         """Return an implementation that communicates in ``process_group``."""
         if self.implementation is None:
             raise NotImplementedError(f"{type(self).__name__} must define reify(process_group)")
-        return self.implementation(process_group, **vars(self))
+        made: AlgorithmImpl = self.implementation(process_group, **vars(self))
+        return made
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers among the options."""

@@ -1,10 +1,10 @@
-"""The base of powersgd and topk: exact means in the warm-up, then compressed rounds with error
-memory (S10, S11.2).
+"""The base of powersgd, topk and demo: exact means in the warm-up, then compressed rounds with error
+memory (S10, S11.2, S15.6).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,11 +12,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
+from bagua_ref.algorithms.registry import check_compressible, check_optimizers
 from bagua_ref.algorithms.state import TensorStore
 from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.storage import registration
 from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
+
+
+class CompressedGradients(Algorithm):
+    """The options of an algorithm that compresses gradients after a warm-up.
+
+    Attributes:
+        warmup_steps: the last step with exact means.
+        has_memory: whether ranks keep what compression leaves out.
+        takes_float64: whether it compresses float64 gradients.
+    """
+
+    takes_shards = True
+    warmup_steps: int
+    has_memory = True
+    takes_float64 = False
+
+    def check(
+        self,
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Raise TypeError for float64 parameters, ValueError for a warm-up without an optimizer."""
+        name = self.implementation.name
+        if not self.takes_float64:
+            check_compressible(parameters, name)
+        if self.warmup_steps:
+            check_optimizers(f"{name} with warmup_steps > 0", optimizers)
 
 
 class CompressedGradientsImpl(AlgorithmImpl):
@@ -28,8 +58,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
 
     Args:
         process_group: the group to communicate in.
-        options: of the algorithm; have ``warmup_steps``, the last step with exact means.
-        has_memory: whether ranks keep what compression leaves out.
+        options: of the algorithm.
 
     Attributes:
         rounds: compressed rounds so far.
@@ -46,16 +75,14 @@ class CompressedGradientsImpl(AlgorithmImpl):
     rank_state = frozenset({"memories"})
     counted = ("rounds",)
 
-    def __init__(self, process_group: Group, options: Any, has_memory: bool) -> None:
-        super().__init__(process_group, options)
-        self.warmup = Rounds(options.warmup_steps, phase="the compressed phase")
-        self.has_memory = has_memory
+    def __init__(self, process_group: Group, **options: Any) -> None:
+        super().__init__(process_group, self.algorithm(**options))
+        self.warmup = Rounds(self.options.warmup_steps, phase="the compressed phase")
         self.rounds = 0
         self.memories, self.factors = TensorStore("memories"), TensorStore("factors")
-        self.stores = {
-            "factors": self.factors,
-            **({"memories": self.memories} if has_memory else {}),
-        }
+        self.stores = {"factors": self.factors}
+        if self.options.has_memory:
+            self.stores["memories"] = self.memories
 
     @property
     def compressing(self) -> bool:
@@ -75,7 +102,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
         """Return the weights and the factors."""
-        return [*super().replicas(), *((factor, []) for factor in self.factors.written())]
+        return [*super().replicas(), *((factor, []) for _, factor in sorted(self.factors.items()))]
 
     def facts(self) -> list[Fact]:
         """Return the phase, and the number of compressed rounds, which random columns depend on."""
@@ -87,6 +114,18 @@ class CompressedGradientsImpl(AlgorithmImpl):
                 adopt=partial(setattr, self, "rounds"),
             ),
         ]
+
+    def memory_of(self, bucket: BaguaBucket) -> Callable[[], Tensor] | None:
+        """Return a function that returns the memories of a bucket's gradients as one flat tensor;
+        None if there are none.
+        """
+        if not self.options.has_memory:
+            return None
+        names = [registration(proxy).name for proxy in bucket.tensors]
+        for name, layout in zip(names, bucket.layouts, strict=True):
+            like = torch.empty((), device=bucket.device).expand(layout.shape)
+            self.memories.expect(name, like, layout)
+        return lambda: self.memories.flat(names)
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Return a hook that waits for communication, and counts the round."""

@@ -4,33 +4,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
-from bagua_ref.algorithms.base import Algorithm, TrainingContext
-from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
+from bagua_ref.algorithms.base import TrainingContext
+from bagua_ref.algorithms.compressed_gradients import CompressedGradients, CompressedGradientsImpl
 from bagua_ref.algorithms.registry import (
     check_bool,
-    check_compressible,
     check_number,
     check_one_of,
-    check_optimizers,
     check_sparse_options,
     check_whole,
     implements,
 )
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.storage import registration
-from bagua_ref.types import Group
 
 __all__ = ["DemoAlgorithm", "DemoAlgorithmImpl"]
 
 
 @dataclass(frozen=True, eq=False)
-class DemoAlgorithm(Algorithm):
+class DemoAlgorithm(CompressedGradients):
     """Each rank adds gradients to a momentum of its own, and exchanges its largest components, which
     then leave it (S15.6).
 
@@ -77,8 +70,6 @@ class DemoAlgorithm(Algorithm):
     compression: str | None = None
     warmup_steps: int = 0
 
-    takes_shards = True
-
     def __post_init__(self) -> None:
         check_whole("top_k", self.top_k, 1)
         check_sparse_options(self.top_k, self.chunk, self.mean, self.compression)
@@ -87,16 +78,6 @@ class DemoAlgorithm(Algorithm):
         check_bool("sign", self.sign)
         check_whole("warmup_steps", self.warmup_steps, 0)
 
-    def check(
-        self,
-        parameters: list[tuple[str, torch.nn.Parameter]],
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        """Raise TypeError for float64 parameters, ValueError for a warm-up without an optimizer."""
-        check_compressible(parameters, "demo")
-        if self.warmup_steps:
-            check_optimizers("demo with warmup_steps > 0", optimizers)
-
 
 @implements(DemoAlgorithm)
 class DemoAlgorithmImpl(CompressedGradientsImpl):
@@ -104,15 +85,9 @@ class DemoAlgorithmImpl(CompressedGradientsImpl):
 
     name = "demo"
 
-    def __init__(self, process_group: Group, **options: Any) -> None:
-        super().__init__(process_group, DemoAlgorithm(**options), has_memory=True)
-
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S15."""
-        options, names = self.options, [registration(proxy).name for proxy in bucket.tensors]
-        for name, layout in zip(names, bucket.layouts, strict=True):
-            like = torch.empty((), device=bucket.device).expand(layout.shape)
-            self.memories.expect(name, like, layout)
+        options = self.options
         bucket.append_chunked_sparse_op(
             options.compression,
             self.process_group,
@@ -120,7 +95,7 @@ class DemoAlgorithmImpl(CompressedGradientsImpl):
             chunk=options.chunk,
             decay=options.decay,
             mean=options.mean,
-            error=lambda: self.memories.flat(names),
+            error=self.memory_of(bucket),
             cosine=options.transform == "dct",
             sign=options.sign,
             compresses=lambda: self.compressing,

@@ -384,7 +384,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             return
         memory = self._expect_memory(part)
         if memory is not None:
-            flight.undo.append(partial(memory.restore, memory.kept()))
+            flight.undo.append(partial(memory.restore, (memory.worker, memory.server)))
         bucket.append_centralized_synchronous_op(
             scattergather=True,
             compression=options.compression,

@@ -10,13 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.base import Algorithm, TrainingContext
-from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
+from bagua_ref.algorithms.base import TrainingContext
+from bagua_ref.algorithms.compressed_gradients import CompressedGradients, CompressedGradientsImpl
 from bagua_ref.algorithms.registry import (
     check_bool,
     check_number,
     check_one_of,
-    check_optimizers,
     check_whole,
     implements,
 )
@@ -33,7 +32,7 @@ _MEMORIES = ("local", "averaged", None)
 
 
 @dataclass(frozen=True, eq=False)
-class PowerSGDAlgorithm(Algorithm):
+class PowerSGDAlgorithm(CompressedGradients):
     """Gradients are averaged as products of two thin matrices, whose errors are added to the next
     gradients (S10).
 
@@ -76,7 +75,12 @@ class PowerSGDAlgorithm(Algorithm):
     warm_start: bool = True
     seed: int = 0
 
-    takes_shards = True
+    takes_float64 = True
+
+    @property
+    def has_memory(self) -> bool:  # type: ignore[override]
+        """Whether what is left out is kept."""
+        return self.memory is not None
 
     def __post_init__(self) -> None:
         check_whole("matrix_approximation_rank", self.matrix_approximation_rank, 1)
@@ -88,15 +92,6 @@ class PowerSGDAlgorithm(Algorithm):
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} must be below 2**32")
 
-    def check(
-        self,
-        parameters: list[tuple[str, torch.nn.Parameter]],
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        """Raise ValueError if there is a warm-up and no optimizer, whose steps it counts."""
-        if self.warmup_steps:
-            check_optimizers("powersgd with warmup_steps > 0", optimizers)
-
 
 @implements(PowerSGDAlgorithm)
 class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
@@ -107,8 +102,7 @@ class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
     name = "powersgd"
 
     def __init__(self, process_group: Group, **options: Any) -> None:
-        made = PowerSGDAlgorithm(**options)
-        super().__init__(process_group, made, has_memory=made.memory is not None)
+        super().__init__(process_group, **options)
         self._places: dict[str, int] = {}
         """i of each parameter: its place in the order in which parameters enter buckets."""
 
@@ -135,7 +129,7 @@ class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
                 name, (n, m, r) = registration(proxy).name, shape
                 like = torch.empty((), dtype=wide, device=bucket.device)
                 self.factors.expect(name, like.expand(m, r))
-                if self.has_memory:
+                if options.has_memory:
                     self.memories.expect(name, like.expand(n, m))
                 matrices.append(Matrix(name, start, n, m, r, self._places[name], layout))
             start += layout.shape.numel()

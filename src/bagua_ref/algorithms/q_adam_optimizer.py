@@ -243,7 +243,7 @@ class MomentumBucket:
             if proxy in unused:
                 self._kept.append((place, start, layout.view(momenta[start:end].clone())))
         if self._kept and self._memory is not None:
-            self._errors = self._memory.kept()
+            self._errors = self._memory.worker, self._memory.server
         beta1 = {
             p: group["betas"][0] for group in self._optimizer.param_groups for p in group["params"]
         }
@@ -285,8 +285,8 @@ class MomentumBucket:
             self._before = []
         for place, start, momentum in self._kept:
             self._bucket.effective_tensors()[place].copy_(momentum)
-            # another rank leads the node where there are no errors
-            if self._memory is not None and self._memory.kept() is not None:
+            if self._memory is not None:
+                assert self._errors is not None
                 self._memory.put_back(self._errors, start, start + momentum.numel(), self._place)
 
     def end_round(self, overflowed: bool) -> None:

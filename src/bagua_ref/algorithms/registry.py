@@ -103,12 +103,12 @@ def _close_to(given: str, allowed: Iterable[str]) -> str:
 
 
 def implements(algorithm: type[Any]) -> Callable[[type[AnyImpl]], type[AnyImpl]]:
-    """Make a class the implementation of ``algorithm``, the class of its options, and register this
-    under the implementation's name.
+    """Connect the class ``algorithm``, which holds the options, with its implementation, and
+    register it under the implementation's name.
     """
 
     def decorate(implementation: type[Any]) -> type[Any]:
-        algorithm.implementation = implementation
+        algorithm.implementation, implementation.algorithm = implementation, algorithm
         GlobalAlgorithmRegistry.register(implementation.name, algorithm)
         return implementation
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,8 +147,8 @@ def check_tensors(
             )
 
 
-class TensorStore(Mapping[str, Tensor]):
-    """Tensors of known shapes, by name, which are zero until something is written to them.
+class TensorStore(dict[str, Tensor]):
+    """Tensors that an algorithm keeps from round to round, by name; zero at first.
 
     Args:
         what: they are, for messages.
@@ -162,27 +162,13 @@ class TensorStore(Mapping[str, Tensor]):
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._like: dict[str, Tensor] = {}
-        """A tensor without memory of each one's shape, dtype and device."""
         self._layouts: dict[str, Layout] = {}
-        self._values: dict[str, Tensor] = {}
+        """Strides of the tensors that were expected; others were loaded before that."""
         self._flats: dict[tuple[str, ...], Tensor] = {}
-        """By the names of the tensors that lie in them."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._values:
-            self._values[name] = self._zeros(name)
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._like)
-
-    def __len__(self) -> int:
-        return len(self._like)
+        """Flat tensors by the names of the tensors that lie in them."""
 
     def expect(self, name: str, like: Tensor, layout: Layout | None = None) -> None:
-        """Expect a tensor of the shape, dtype and device of ``like``; one that has been there
-        stays.
+        """Add a tensor of the shape, dtype and device of ``like``, unless there is one of this name.
 
         Args:
             name: of the tensor.
@@ -193,68 +179,57 @@ class TensorStore(Mapping[str, Tensor]):
         Raises:
             ValueError: one of another shape, of other strides or another dtype was loaded.
         """
-        layout, like = layout or Layout(like.shape), like.new_empty(()).expand(like.shape)
-        if name in self._values:
-            if (
-                name in self._like
-                and self._values[name].shape == layout.shape
-                and not layout.describes(self._values[name])
-            ):
-                self._values[name], self._flats = layout.copy_of(self._values[name]), {}
-            check_tensors(self._what, {name: self._values[name]}, {name: like}, {name: layout})
-            self._values[name] = self._values[name].to(like.device)
-        self._like[name], self._layouts[name] = like, layout
+        layout = layout or Layout(like.shape)
+        tensor = layout.zeros(like.dtype, like.device)
+        if name in self:
+            known = self[name]
+            expected = None if name in self._layouts else {name: layout}
+            check_tensors(self._what, {name: known}, {name: tensor}, expected)
+            if layout.describes(known) and known.device == tensor.device:
+                tensor = known
+            else:
+                tensor.copy_(known)
+                self._flats.clear()
+        self[name], self._layouts[name] = tensor, layout
 
     def flat(self, names: Sequence[str]) -> Tensor:
-        """Return one flat tensor in which these tensors lie, each in the order of its strides,
-        until others are loaded.
+        """Return one flat tensor in which these tensors lie from now on, each in the order of its
+        strides.
         """
         key = tuple(names)
         if key not in self._flats:
             self._flats = {
                 others: flat for others, flat in self._flats.items() if not set(others) & set(key)
             }
-            flat = self._flats[key] = torch.cat(
-                [self._layouts[name].flat(self[name]) for name in names]
-            )
-            parts = flat.split([self[name].numel() for name in names])
-            self._values.update(
-                {
-                    name: self._layouts[name].view(part)
-                    for name, part in zip(names, parts, strict=True)
-                }
-            )
+            flat = torch.cat([self._layouts[name].flat(self[name]) for name in names])
+            for name, part in zip(
+                names, flat.split([self[name].numel() for name in names]), strict=True
+            ):
+                self[name] = self._layouts[name].view(part)
+            self._flats[key] = flat
         return self._flats[key]
-
-    def written(self) -> list[Tensor]:
-        """Return those that something was written to, in the order of their names."""
-        return [self._values[name] for name in sorted(self._values)]
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of all of them."""
-        return {
-            name: self._values[name].clone() if name in self._values else self._zeros(name)
-            for name in self._like
-        }
+        return {name: tensor.clone() for name, tensor in self.items()}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless `load` can load ``saved``; where nothing is expected yet,
         `expect` checks it later.
         """
-        check_tensors(self._what, saved, self._like or saved, self._layouts if self._like else None)
+        expected = self if self._layouts else saved
+        check_tensors(self._what, saved, expected, self._layouts or None)
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Load copies of ``saved``; all others become zero."""
-        self._flats = {}
-        self._values = {
-            name: tensor.to(
-                self._like[name].device if name in self._like else tensor.device, copy=True
-            )
-            for name, tensor in saved.items()
-        }
-
-    def _zeros(self, name: str) -> Tensor:
-        return self._layouts[name].zeros(self._like[name].dtype, self._like[name].device)
+        """Copy ``saved``; all others become zero."""
+        if not self._layouts:
+            self.clear()
+            self.update({name: tensor.clone() for name, tensor in saved.items()})
+        for name in self._layouts:
+            if saved:
+                self[name].copy_(saved[name])
+            else:
+                self[name].zero_()
 
 
 class ErrorMemories:
@@ -274,8 +249,8 @@ class ErrorMemories:
         """
         chunks = communicator_of(group, hierarchical).nranks()
         if hierarchical and group.get_intra_node_communicator().rank() != 0:
-            # only leaders use theirs
-            return ErrorMemory(bucket.filled, bucket.numel, chunks, bucket.device)
+            # only leaders use theirs, so this one takes no memory
+            return ErrorMemory(bucket.filled, bucket.numel, chunks, torch.device("meta"))
         names = [registration(proxy).name for proxy in bucket.tensors]
         return self.claim(names, bucket.effective_tensors(), bucket.numel, chunks)
 
@@ -302,16 +277,16 @@ class ErrorMemories:
             self._memories[key] = ErrorMemory(numel, numel, chunks, tensors[0].device)
         known = self._memories[key]
         known.filled = sum(tensor.numel() for tensor in tensors)
-        known.move(tensors[0].device)
+        known.restore((known.worker, known.server), tensors[0].device)
         return known
 
     def state(self) -> list[dict[str, Any]]:
         """Return copies of all of them."""
         buckets = []
         for (tensors, numel, chunks), memory in self._memories.items():
-            worker, server = memory.kept() or (torch.zeros(numel), torch.zeros(numel // chunks))
             about = {"tensors": list(tensors), "numel": numel, "chunks": chunks}
-            buckets.append({**about, "worker": worker.clone(), "server": server.clone()})
+            kept = {"worker": memory.worker.clone(), "server": memory.server.clone()}
+            buckets.append(about | kept)
         return buckets
 
     def check(self, saved: Any) -> None:
@@ -330,19 +305,20 @@ class ErrorMemories:
 
     def load(self, saved: Collection[Mapping[str, Any]]) -> None:
         """Load copies of ``saved``, which `check` has passed; all others become zero."""
+        here, lost = {text for texts, _, _ in self._memories for text in texts}, 0
         for memory in self._memories.values():
             memory.restore(None)
-        here, lost = {text for texts, _, _ in self._memories for text in texts}, 0
         for bucket in saved:
-            numel, chunks, device = bucket["numel"], bucket["chunks"], bucket["worker"].device
+            numel, chunks = bucket["numel"], bucket["chunks"]
+            kept = bucket["worker"].clone(), bucket["server"].clone()
             key: _Key = tuple(bucket["tensors"]), numel, chunks
-            if key not in self._memories and here.intersection(key[0]):
+            if key in self._memories:
+                self._memories[key].restore(kept)
+            elif here.intersection(key[0]):
                 lost += 1
-                continue
-            # its bucket may come later
-            known = self._memories.setdefault(key, ErrorMemory(numel, numel, chunks, device))
-            known.restore((bucket["worker"].clone(), bucket["server"].clone()))
-            known.move(known.device)
+            else:  # its bucket comes later
+                known = self._memories[key] = ErrorMemory(numel, numel, chunks, kept[0].device)
+                known.restore(kept)
         if lost:
             warnings.warn(
                 f"{lost} of {len(saved)} error memories were saved for buckets that this training"

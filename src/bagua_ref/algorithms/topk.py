@@ -4,32 +4,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from bagua_ref.algorithms.base import Algorithm, TrainingContext
-from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
-from bagua_ref.algorithms.registry import (
-    check_bool,
-    check_compressible,
-    check_number,
-    check_optimizers,
-    check_whole,
-    implements,
-)
+from bagua_ref.algorithms.base import TrainingContext
+from bagua_ref.algorithms.compressed_gradients import CompressedGradients, CompressedGradientsImpl
+from bagua_ref.algorithms.registry import check_bool, check_number, check_whole, implements
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.storage import registration
 from bagua_ref.comm_ops import TopK
-from bagua_ref.types import Group
 
 __all__ = ["TopKAlgorithm", "TopKAlgorithmImpl"]
 
 
 @dataclass(frozen=True, eq=False)
-class TopKAlgorithm(Algorithm):
+class TopKAlgorithm(CompressedGradients):
     """Each rank sends its k largest gradient elements of each bucket, and adds the others to its
     next gradients (S11.2).
 
@@ -61,22 +48,15 @@ class TopKAlgorithm(Algorithm):
     error_feedback: bool = True
     warmup_steps: int = 0
 
-    takes_shards = True
+    @property
+    def has_memory(self) -> bool:  # type: ignore[override]
+        """Whether what is not sent is kept."""
+        return self.error_feedback
 
     def __post_init__(self) -> None:
         check_number("ratio", self.ratio, 0, 1, excluded=True)
         check_bool("error_feedback", self.error_feedback)
         check_whole("warmup_steps", self.warmup_steps, 0)
-
-    def check(
-        self,
-        parameters: list[tuple[str, torch.nn.Parameter]],
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        """Raise TypeError for float64 parameters, ValueError for a warm-up without an optimizer."""
-        check_compressible(parameters, "topk")
-        if self.warmup_steps:
-            check_optimizers("topk with warmup_steps > 0", optimizers)
 
 
 @implements(TopKAlgorithm)
@@ -85,24 +65,14 @@ class TopKAlgorithmImpl(CompressedGradientsImpl):
 
     name = "topk"
 
-    def __init__(self, process_group: Group, **options: Any) -> None:
-        made = TopKAlgorithm(**options)
-        super().__init__(process_group, made, has_memory=made.error_feedback)
-
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S11.2."""
-        names = [registration(proxy).name for proxy in bucket.tensors]
-        if self.has_memory:
-            for name, layout in zip(names, bucket.layouts, strict=True):
-                self.memories.expect(
-                    name, torch.empty((), device=bucket.device).expand(layout.shape), layout
-                )
         op = TopK(
             self.process_group.get_global_communicator(),
             bucket.kernels,
-            sum(layout.shape.numel() for layout in bucket.layouts),
+            bucket.filled,
             self.options.ratio,
-            (lambda: self.memories.flat(names)) if self.has_memory else None,
+            self.memory_of(bucket),
             lambda: self.compressing,
             bucket.dtype,
         )

@@ -101,6 +101,11 @@ class ErrorMemory:
     """Error memory of a bucket on this rank: e, left out of all of it, and f, left out of the
     rank's own chunk (S11.1).
 
+    Attributes:
+        worker: e: the errors of this rank's contributions, ``numel`` float32 elements.
+        server: f: the errors of the results of this rank's chunk, ``numel / chunks`` float32
+            elements.
+
     Args:
         filled: the elements of the bucket, without padding.
         numel: its elements, padding included.
@@ -114,52 +119,33 @@ class ErrorMemory:
 
     def __init__(self, filled: int, numel: int, chunks: int, device: torch.device) -> None:
         self.filled, self.numel, self.chunks, self.device = filled, numel, chunks, device
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self.restore(None)
 
-    @property
-    def worker(self) -> Tensor:
-        """e: the errors of this rank's contributions, ``numel`` float32 elements."""
-        return self._both()[0]
-
-    @property
-    def server(self) -> Tensor:
-        """f: the errors of the results of this rank's chunk, ``numel / chunks`` float32
-        elements.
-        """
-        return self._both()[1]
-
-    def kept(self) -> tuple[Tensor, Tensor] | None:
-        """Return e and f, which later rounds replace and do not change; None while both are
-        zero.
-        """
-        return self._kept
-
-    def restore(self, kept: tuple[Tensor, Tensor] | None) -> None:
-        """Restore the memories that `kept` returned."""
-        self._kept = kept
-
-    def move(self, device: torch.device) -> None:
-        """Move the memories to ``device``."""
-        self.device = device
-        if self._kept is not None:
-            self._kept = self._kept[0].to(device), self._kept[1].to(device)
-
-    def put_back(
-        self, before: tuple[Tensor, Tensor] | None, start: int, end: int, place: int
+    def restore(
+        self, kept: tuple[Tensor, Tensor] | None, device: torch.device | None = None
     ) -> None:
-        """Restore the elements from ``start`` to ``end`` of the bucket that `kept` returned
-        ``before`` a round.
+        """Set e and f to the tensors ``kept``, or to zeros; move them to ``device``, if it is given.
+
+        Rounds replace e and f, and do not change them.
+        """
+        self.device = device or self.device
+        if kept is None:
+            kept = torch.zeros(self.numel), torch.zeros(self.numel // self.chunks)
+        self.worker, self.server = (tensor.to(self.device) for tensor in kept)
+
+    def put_back(self, before: tuple[Tensor, Tensor], start: int, end: int, place: int) -> None:
+        """Restore the elements from ``start`` to ``end`` of the bucket.
 
         Args:
-            before: the memories then.
+            before: e and f to take them from.
             start: the first element.
             end: the one after the last.
             place: of the own chunk.
         """
-        for which, now in enumerate(self._both()):
-            first = which * place * now.numel()  # of the own chunk, for f
-            part = slice(max(start - first, 0), max(end - first, 0))
-            now[part] = 0 if before is None else before[which][part]
+        own = place * len(self.server)
+        self.worker[start:end] = before[0][start:end]
+        part = slice(max(start - own, 0), max(end - own, 0))
+        self.server[part] = before[1][part]
 
     def update(self, worker: Tensor, server: Tensor, result: Tensor, place: int) -> None:
         """Keep the new e and f, except where the result is NaN, and 0 for padding.
@@ -177,16 +163,7 @@ class ErrorMemory:
             server = torch.where(poisoned[place * size : (place + 1) * size], self.server, server)
         worker[self.filled :] = 0
         server[max(self.filled - place * size, 0) :] = 0
-        self._kept = worker, server
-
-    def _both(self) -> tuple[Tensor, Tensor]:
-        if self._kept is None:
-            zeros = (
-                torch.zeros(self.numel, device=self.device),
-                torch.zeros(self.numel // self.chunks, device=self.device),
-            )
-            self._kept = zeros
-        return self._kept
+        self.worker, self.server = worker, server
 
 
 class CentralizedErrorFeedback(CentralizedLowPrecision):

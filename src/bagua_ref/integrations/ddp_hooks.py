@@ -243,7 +243,7 @@ class _HookRounds(AgreedRounds):
         algorithm, checksum = self._state.bagua_algorithm, 0
         if not isinstance(algorithm, CompressedGradientsImpl):
             return None
-        for factor in algorithm.factors.written():
+        for _, factor in sorted(algorithm.factors.items()):
             checksum = zlib.crc32(bytes_of(factor.cpu().contiguous()).numpy().data, checksum)
         return Fact("{has} factors of checksum {value} after a state was loaded", checksum)
 
