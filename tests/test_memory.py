@@ -67,8 +67,8 @@ FOR_GOOD = [
     ("diloco", {"period": 2}, 2),  # global weights and the outer momentum
     ("diloco", {"period": 3, "delay": 2}, 3),  # and what is in flight
     ("diloco", {"period": 2, "compression": "MinMaxUInt8", "error_feedback": True}, 3.5),
-    # the memory and, here, a hundredth of that for the factor
-    ("powersgd", {"warmup_steps": 1}, 1.01),
+    # the memory of the weight, which is a hundredth smaller than all, and here as much for the factor
+    ("powersgd", {"warmup_steps": 1}, 1),
     ("powersgd", {"warmup_steps": 1, "memory": None}, 0.01),
     ("diloco", {"period": 2, "top_k": 8}, 2),  # global weights and e: SGD has no momentum
     ("topk", {}, 1),

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -137,11 +136,6 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         return self.q_adam_optimizer.step_id
 
     @property
-    def warmup_steps(self) -> int:
-        """The last step with exact gradients."""
-        return self.q_adam_optimizer.warmup_steps
-
-    @property
     def _past_warmup(self) -> bool:
         """Whether the next step is past the warm-up, so that momenta are exchanged for it."""
         return self.warmup.past_warmup(self.optimizer_step_id)
@@ -149,7 +143,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     @property
     def warmup(self) -> Rounds:
         """The warm-up, which the optimizer knows."""
-        return Rounds(self.warmup_steps, phase="the compressed phase")
+        return Rounds(self.q_adam_optimizer.warmup_steps, phase="the compressed phase")
 
     @property
     def phase(self) -> int:
@@ -176,7 +170,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the gradients in warm-up, after it the momenta, last layer first."""
         parameters = bagua_ddp.bagua_build_params()
-        freezes = not self._compressing and self.optimizer_step_id == self.warmup_steps
+        freezes = not self._compressing and self.optimizer_step_id == self.warmup.warmup
         self._compressing, self._momenta = self._past_warmup, []
         for _, parameter in parameters:
             self.q_adam_optimizer.ensure_state(parameter)
@@ -189,9 +183,14 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             and self.process_group.get_global_communicator().rank() == 0
         ):
             self._warn_of_zeros(parameters)
+        optimizer = self.q_adam_optimizer  # whose load_state_dict replaces the state
         return [
             register(
-                parameter, name, bagua_ddp.bagua_module_name, self._get_momentum, self._set_momentum
+                parameter,
+                name,
+                bagua_ddp.bagua_module_name,
+                lambda parameter: optimizer.state[parameter].get("exp_avg"),
+                lambda parameter, momentum: optimizer.state[parameter].update(exp_avg=momentum),
             )
             for name, parameter in reversed(parameters)
         ]
@@ -231,43 +230,33 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
 
         return hook
 
-    def _get_momentum(self, parameter: Tensor) -> Tensor | None:
-        # Looked up each time: load_state_dict puts new tensors into the state.
-        return cast("Tensor | None", self.q_adam_optimizer.state[parameter].get("exp_avg"))
-
-    def _set_momentum(self, parameter: Tensor, momentum: Tensor) -> None:
-        self.q_adam_optimizer.state[parameter]["exp_avg"] = momentum
-
     def _warn_of_zeros(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
         """Warn of the elements that no longer move, as their v has frozen at 0 (S5.5)."""
         unreached: list[str] = []
         underflowed: list[str] = []
         for name, parameter in parameters:
             state = self.q_adam_optimizer.state[parameter]
-            still = state["exp_avg_sq"] == 0
-            of_all = int(still.sum())
-            with_momentum = int((state["exp_avg"][still] != 0).sum())
-            for count, listed in (
-                (of_all - with_momentum, unreached),
-                (with_momentum, underflowed),
-            ):
-                if count:
+            still, moved = state["exp_avg_sq"] == 0, state["exp_avg"] != 0
+            for found, listed in ((still & ~moved, unreached), (still & moved, underflowed)):
+                if count := int(found.sum()):
                     listed.append(f"{count} of {parameter.numel()} in {name!r}")
-        said = []
+        reasons = []
         if unreached:
-            said.append(
-                f"had no gradient in the warm-up ({_first(unreached)}); if they should learn, use a"
-                " larger warmup_steps"
+            reasons.append(
+                f"some in {len(unreached)} parameters had no gradient in the warm-up"
+                f" ({', '.join(unreached[:_LISTED])}); if they should learn, use a larger"
+                " warmup_steps"
             )
         if underflowed:
-            said.append(
-                f"had gradients whose squares are 0 in the weights' dtype ({_first(underflowed)});"
-                " keep these weights in float32 instead of 16 bits"
+            reasons.append(
+                f"some in {len(underflowed)} parameters had gradients whose squares are 0 in the"
+                f" weights' dtype ({', '.join(underflowed[:_LISTED])}); keep these weights in"
+                " float32 instead of 16 bits"
             )
-        if said:
+        if reasons:
             warnings.warn(
-                f"qadam freezes v after warmup_steps={self.warmup_steps}, and elements whose v is 0"
-                f" do not move from now on: some {'; others '.join(said)}",
+                f"qadam freezes v after warmup_steps={self.warmup.warmup}, and elements whose v is 0"
+                f" do not move from now on: {'; '.join(reasons)}",
                 stacklevel=2,
             )
 
@@ -285,9 +274,3 @@ def _without_batch(options: QAdamAlgorithm) -> WithoutBatch | str:
             " batches has no momenta. Train without a GradScaler, in bfloat16 for example"
         )
     return WithoutBatch.ABSENT
-
-
-def _first(listed: list[str]) -> str:
-    """Return the first of a list as text, and how many there are beyond them."""
-    more = len(listed) - _LISTED
-    return ", ".join(listed[:_LISTED]) + (f" and {more} more parameters" if more > 0 else "")

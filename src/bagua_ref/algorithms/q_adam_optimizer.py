@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from bagua_ref.algorithms.registry import check_whole
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.optimizer_state import ensure_grad
 from bagua_ref.buckets.storage import held_by_bucket
@@ -68,10 +69,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool):
-            raise TypeError(f"warmup_steps={warmup_steps!r} must be an int")
-        if warmup_steps < 1:
-            raise ValueError(f"warmup_steps={warmup_steps} must be at least 1")
+        check_whole("warmup_steps", warmup_steps, 1)
         if warmup_steps == 1:
             # Bagua's own tests use it.
             warnings.warn(
@@ -190,8 +188,8 @@ class MomentumBucket:
     """Updates a bucket of momenta before the exchange of S3.2, and handles overflows after it.
 
     When a GradScaler skips a step because of an overflow, the momenta that were made for it must
-    go, too. A bucket keeps what they were while its operations run; longer if they overflow, or, as
-    another bucket's may, if there is a GradScaler.
+    go, too. A bucket keeps the ones before while its operations run; longer if they overflow, or,
+    as another bucket's may, if there is a GradScaler.
 
     Args:
         optimizer: counts the steps that were taken.
@@ -212,15 +210,12 @@ class MomentumBucket:
         memory: ErrorMemory | None,
         place: int,
     ) -> None:
-        self._optimizer, self._scaler = optimizer, scaler
-        self._bucket, self._kernels = bucket, bucket.kernels
+        self._optimizer, self._scaler, self._bucket = optimizer, scaler, bucket
         self._unused, self._memory, self._place = unused, memory, place
-        self._before: list[Tensor] = []
-        self._kept: list[tuple[int, int, Tensor]] = []
-        """Momenta that no rank uses before the round, each with its index in the bucket and its
-        first element there.
-        """
+        self._before: Tensor | None = None
+        """The momenta before the round."""
         self._errors: tuple[Tensor, Tensor] | None = None
+        """The errors before the round."""
         self._undo_at: int | None = None
         """Go back to ``_before`` first if the optimizer has still taken so many steps: then the
         last one was skipped.
@@ -230,26 +225,18 @@ class MomentumBucket:
 
     def update(self, bucket_name: str) -> None:
         """``m <- beta1*m + (1-beta1)*g`` on the local gradient (S5.5)."""
-        momenta = self._bucket.load()[: self._bucket.filled]
-        if self._before and self._undo_at == self._optimizer.step_id:
-            torch.cat(self._before, out=momenta)
-        self._undo_at = None
-        self._before = [block.clone() for block in momenta.split(BLOCK)]
-        self._kept, end, unused = [], 0, self._unused()
-        for place, (proxy, layout) in enumerate(
-            zip(self._bucket.tensors, self._bucket.layouts, strict=True)
-        ):
-            start, end = end, end + proxy.numel()
-            if proxy in unused:
-                self._kept.append((place, start, layout.view(momenta[start:end].clone())))
-        if self._kept and self._memory is not None:
+        bucket, optimizer = self._bucket, self._optimizer
+        flat = bucket.load()
+        momenta = flat[: bucket.filled]
+        if self._before is not None and self._undo_at == optimizer.step_id:
+            momenta.copy_(self._before)
+        self._before, self._undo_at = momenta.clone(), None
+        if self._memory is not None:
             self._errors = self._memory.worker, self._memory.server
-        beta1 = {
-            p: group["betas"][0] for group in self._optimizer.param_groups for p in group["params"]
-        }
+        beta1 = {p: group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        start, layout_of = 0, dict(zip(self._bucket.tensors, self._bucket.layouts, strict=True))
-        for run in _runs(self._bucket.tensors, beta1):
+        start, layout_of = 0, dict(zip(bucket.tensors, bucket.layouts, strict=True))
+        for run in _runs(bucket.tensors, beta1):
             parts = [layout_of[parameter].flat(_gradient(parameter)) for parameter in run]
             gradients = parts[0] if len(run) == 1 and scale == 1 else torch.cat(parts)
             if gradients.dtype is not momenta.dtype:
@@ -259,35 +246,34 @@ class MomentumBucket:
                     " QAdamOptimizer and call with_bagua() again on every rank"
                 )
             if scale != 1:
-                self._kernels.divide_(gradients, scale)
-            self._kernels.update_momentum_(
-                momenta[start : start + len(gradients)], gradients, beta1[run[0]]
-            )
-            start += len(gradients)
-        assert start == len(momenta), "a gradient has as many elements as its momentum"
-        if not self._bucket.flatten:
-            momenta_of = zip(self._bucket.layouts, self._bucket.effective_tensors(), strict=True)
-            self._kernels.scatter_flat(
-                momenta, [layout.in_order(momentum) for layout, momentum in momenta_of]
-            )
+                bucket.kernels.divide_(gradients, scale)
+            end = start + len(gradients)
+            bucket.kernels.update_momentum_(momenta[start:end], gradients, beta1[run[0]])
+            start = end
+        if not bucket.flatten:
+            bucket.copy_from_flat(flat)
 
     def spread_overflow(self, bucket_name: str) -> None:
         """Let every rank's GradScaler see an overflow on any rank, which S4.4 has made a NaN in
-        every rank's momenta.
+        every rank's momenta; restore the momenta and errors of what no rank uses (S2.5).
         """
-        momenta = self._bucket.load()
+        bucket, momenta, unused, end = self._bucket, self._bucket.load(), self._unused(), 0
         # A sum is finite only if all its terms are, and takes a single pass; but it may overflow.
         self.overflowed = not (momenta.sum().isfinite() or momenta.isfinite().all())
         if self.overflowed:
-            for parameter in self._bucket.tensors:
+            for parameter in bucket.tensors:
                 _gradient(parameter).fill_(torch.nan)
-        elif self._scaler is None:
-            self._before = []
-        for place, start, momentum in self._kept:
-            self._bucket.effective_tensors()[place].copy_(momentum)
-            if self._memory is not None:
-                assert self._errors is not None
-                self._memory.put_back(self._errors, start, start + momentum.numel(), self._place)
+        assert self._before is not None
+        for parameter, layout, momentum in zip(
+            bucket.tensors, bucket.layouts, bucket.effective_tensors(), strict=True
+        ):
+            start, end = end, end + parameter.numel()
+            if parameter in unused:
+                momentum.copy_(layout.view(self._before[start:end]))
+                if self._memory is not None and self._errors is not None:
+                    self._memory.put_back(self._errors, start, end, self._place)
+        if self._scaler is None and not self.overflowed:
+            self._before = None
 
     def end_round(self, overflowed: bool) -> None:
         """Forget the momenta before the round, unless some overflowed, so that the step to come may
@@ -296,7 +282,7 @@ class MomentumBucket:
         if overflowed:
             self._undo_at = self._optimizer.step_id
         else:
-            self._before = []
+            self._before = None
 
 
 def _adam_step(
