@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext, nothing
 from bagua_ref.algorithms.registry import check_whole, implements
-from bagua_ref.algorithms.state import check_names, check_tensors, communicator_of
+from bagua_ref.algorithms.state import check_tensors, communicator_of
 from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
+from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.storage import register, registration
 from bagua_ref.comm_ops.decentralized import trade_with_neighbours
@@ -190,24 +191,12 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         return hook
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, the place on the ring and the replicas, in order of buckets."""
+        """Return the counters, the place on the ring and the replicas."""
         return {
             **super().state_dict(),
             "ring": self._place_on_ring(),
             "replicas": {name: replica.clone() for name, replica in self._replicas().items()},
-            "tensors": self._tensors(),
         }
-
-    def _tensors(self) -> list[str]:
-        """Return the names of the weights in the order of the replicas, with shapes, and with
-        strides that are not row-major.
-        """
-        buckets = self.context.bagua_buckets
-        return [
-            f"{registration(t).name} {layout}"
-            for b in buckets
-            for t, layout in zip(b.tensors, b.layouts, strict=True)
-        ]
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
@@ -220,33 +209,35 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
                 f" is {self._place_on_ring()}; each rank must load the state that it saved itself,"
                 " in a ring of the same size"
             )
-        check_names("replicas", list(state["tensors"]), self._tensors())
-        check_tensors("replicas", state["replicas"], self._replicas())
+        replicas = self._replicas()
+        layouts = {name: Layout.of(replica) for name, replica in replicas.items()}
+        check_tensors("replicas", state["replicas"], replicas, layouts)
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Load the replicas; without any, they begin as copies of this rank's weights, which are
         then equal on all ranks.
         """
         super().load_checked(state)
-        saved = state.get("replicas")
-        weights = [bucket.flattened_tensor() for bucket in self.context.bagua_buckets]
-        for place, (name, replica) in enumerate(self._replicas().items()):
-            replica.copy_(saved[name] if saved else weights[place // 3])
+        weights = dict(self.context.bagua_build_params())
+        for name, replica in self._replicas().items():
+            saved = state.get("replicas")
+            replica.copy_(saved[name] if saved else weights[name.rpartition(": ")[0]].detach())
 
     def _place_on_ring(self) -> tuple[int, int]:
         ring = communicator_of(self.process_group, self.options.hierarchical)
         return ring.rank(), ring.nranks()
 
     def _replicas(self) -> dict[str, Tensor]:
-        """Return the three replicas of each bucket, of the weights of this rank and of its
-        neighbours.
+        """Return the three replicas of each weight, of this rank and of its neighbours, as views of
+        the buckets' replicas.
         """
         return {
-            f"bucket {bucket.name}, {whose}": replica
+            f"{registration(proxy).name}: {whose}": replica
             for bucket in self.context.bagua_buckets
-            for whose, replica in (
+            for whose, flat in (
                 ("own", bucket._weight),
-                ("left", bucket._left_peer_weight),
-                ("right", bucket._right_peer_weight),
+                ("left neighbour", bucket._left_peer_weight),
+                ("right neighbour", bucket._right_peer_weight),
             )
+            for proxy, replica in zip(bucket.tensors, bucket.views_of(flat), strict=True)
         }
