@@ -426,6 +426,12 @@ class Algorithm:
     takes_shards = False
     """Whether it trains this rank's shards of parameters that fully_shard (FSDP2) has sharded."""
 
+    takes_float64 = True
+    """Whether it can send float64, which no codec compresses."""
+
+    counts_steps = False
+    """Whether it counts the steps of the last optimizer, so that there must be one."""
+
     def check(
         self,
         parameters: list[tuple[str, torch.nn.Parameter]],
@@ -437,7 +443,23 @@ class Algorithm:
         Args:
             parameters: those that take part, by name, in the order of ``named_parameters()``.
             optimizers: as passed when wrapping.
+
+        Raises:
+            ValueError: optimizers are missing.
+            TypeError: a parameter is float64, which these options do not take.
         """
+        own_name = GlobalAlgorithmRegistry.name_of(self)
+        for name, parameter in parameters:
+            if parameter.dtype is torch.float64 and not self.takes_float64:
+                raise TypeError(
+                    f"parameter {name!r} is float64; {own_name} takes float16, bfloat16 or float32"
+                    " where it compresses"
+                )
+        if self.counts_steps and not optimizers:
+            raise ValueError(
+                f"optimizers=[]: {own_name} counts the steps of the last optimizer; pass the module's"
+                " optimizers to with_bagua"
+            )
 
     implementation: ClassVar[Any] = None
     """The class of its implementation, of which `reify` makes an instance."""

@@ -4,7 +4,7 @@ memory (S10, S11.2, S15.6).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.registry import check_compressible, check_optimizers
 from bagua_ref.algorithms.state import TensorStore
 from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 from bagua_ref.buckets.bucket import BaguaBucket
@@ -28,25 +27,17 @@ class CompressedGradients(Algorithm):
     Attributes:
         warmup_steps: the last step with exact means.
         has_memory: whether ranks keep what compression leaves out.
-        takes_float64: whether it compresses float64 gradients.
     """
 
     takes_shards = True
+    takes_float64 = False
     warmup_steps: int
     has_memory = True
-    takes_float64 = False
 
-    def check(
-        self,
-        parameters: list[tuple[str, torch.nn.Parameter]],
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        """Raise TypeError for float64 parameters, ValueError for a warm-up without an optimizer."""
-        name = self.implementation.name
-        if not self.takes_float64:
-            check_compressible(parameters, name)
-        if self.warmup_steps:
-            check_optimizers(f"{name} with warmup_steps > 0", optimizers)
+    @property
+    def counts_steps(self) -> bool:  # type: ignore[override]
+        """Whether there is a warm-up."""
+        return self.warmup_steps > 0
 
 
 class CompressedGradientsImpl(AlgorithmImpl):

@@ -25,9 +25,7 @@ from bagua_ref.algorithms.fragments import (
 from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
 from bagua_ref.algorithms.registry import (
     check_bool,
-    check_compressible,
     check_number,
-    check_optimizers,
     check_sparse_options,
     check_whole,
     implements,
@@ -130,7 +128,12 @@ class DiLoCoAlgorithm(Algorithm):
     error_decay: float = 0.95
     mean: Literal["all", "contributors"] = "all"
 
-    takes_shards = True
+    takes_shards = counts_steps = True
+
+    @property
+    def takes_float64(self) -> bool:  # type: ignore[override]
+        """Whether differences are sent as they are."""
+        return self.compression is None and self.top_k is None
 
     def __post_init__(self) -> None:
         for name, least in (("period", 1), ("delay", 0), ("warmup_steps", 0)):
@@ -191,15 +194,9 @@ class DiLoCoAlgorithm(Algorithm):
         parameters: list[tuple[str, torch.nn.Parameter]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Refuse fragments that do not fit the module, float64 with compression or top_k, and a
-        training without optimizers.
-        """
-        check_optimizers("diloco", optimizers)
+        """Refuse fragments that do not fit the module, too."""
+        super().check(parameters, optimizers)
         named_fragments(self.fragments, parameters)
-        if self.compression is not None:
-            check_compressible(parameters, f"compression={self.compression!r}")
-        if self.top_k is not None:
-            check_compressible(parameters, f"top_k={self.top_k}")
 
 
 @implements(DiLoCoAlgorithm)
@@ -213,15 +210,12 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     counted = ("outer_steps",)
 
     def __init__(self, process_group: Group, **options: Any) -> None:
-        super().__init__(process_group, DiLoCoAlgorithm(**options))
+        super().__init__(process_group, **options)
         self._is_sparse = self.options.top_k is not None
-        self.memories: ErrorMemories | TensorStore = (
-            TensorStore("memories") if self._is_sparse else ErrorMemories()
-        )
+        self.memories: Any = TensorStore("memories") if self._is_sparse else ErrorMemories()
         """What ranks have left out: e by parameter, or e and f by part of a fragment."""
         if self._is_sparse or self.options.error_feedback:
-            self.stores = {"memories": self.memories}
-            self.rank_state = frozenset({"memories"})
+            self.stores, self.rank_state = {"memories": self.memories}, frozenset({"memories"})
         self._fragments: list[Fragment] = []
         self._taken = False
         """Whether g has been taken from the weights, or loaded."""
@@ -367,11 +361,10 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         self, bucket: BaguaBucket, part: dict[str, torch.nn.Parameter], flight: InFlight
     ) -> None:
         """Append S15, or S3.1 or S3.2, to the bucket of a part of the fragment in flight."""
-        options, memories = self.options, self.memories
-        if isinstance(memories, TensorStore):
-            names = list(part)
-            before = memories.flat(names).clone()
-            flight.undo.append(lambda: memories.flat(names).copy_(before))
+        options = self.options
+        if self._is_sparse:
+            flat = self.memories.flat(list(part))
+            flight.undo.append(partial(flat.copy_, flat.clone()))
             bucket.append_chunked_sparse_op(
                 options.compression,
                 self.process_group,
@@ -379,7 +372,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
                 chunk=options.chunk,
                 decay=options.error_decay,
                 mean=options.mean,
-                error=lambda: memories.flat(names),
+                error=lambda: flat,
             )
             return
         memory = self._expect_memory(part)
@@ -396,14 +389,17 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         """Return the error memory of a part of a fragment; None if there is none, or each parameter
         has its own.
         """
-        if isinstance(self.memories, TensorStore):
+        if self._is_sparse:
             for name, g in part.items():
                 self.memories.expect(name, g.detach(), Layout.of(g))
-        elif self.options.error_feedback:
-            filled = sum(g.numel() for g in part.values())
-            numel = filled + -filled % self._ranks
-            return self.memories.claim(list(part), list(part.values()), numel, self._ranks)
-        return None
+        if not self.options.error_feedback:
+            return None
+        numel = sum(g.numel() for g in part.values())
+        numel += -numel % self._ranks
+        memory: ErrorMemory = self.memories.claim(
+            list(part), list(part.values()), numel, self._ranks
+        )
+        return memory
 
     def _apply(self) -> None:
         """Let the outer optimizer step with the mean that was in flight, and move the weights to
@@ -415,6 +411,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         fragment = self._fragments[flight.fragment]
         overflowed = [name for name, mean in flight.mean.items() if not mean.isfinite().all()]
         if overflowed:
+            for restore in flight.undo:
+                restore()
             raise CommunicationError(
                 f"fragment {flight.fragment} was not applied: the mean over ranks of what its"
                 f" weights have changed is not finite in {', '.join(map(repr, overflowed))}, as"

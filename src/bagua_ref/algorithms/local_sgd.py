@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext, nothing
-from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
+from bagua_ref.algorithms.registry import check_bool, check_whole, implements
 from bagua_ref.algorithms.traits import Rounds, Traits
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.storage import register, registration
@@ -60,7 +60,7 @@ class LocalSGDAlgorithm(Algorithm):
     offset: int = 0
     hierarchical: bool = False
 
-    takes_shards = True
+    takes_shards = counts_steps = True
 
     def __post_init__(self) -> None:
         check_whole("period", self.period, 1)
@@ -77,14 +77,6 @@ class LocalSGDAlgorithm(Algorithm):
         """Return the steps after which weights are averaged."""
         return Rounds(self.warmup_steps, self.period, self.offset)
 
-    def check(
-        self,
-        parameters: list[tuple[str, torch.nn.Parameter]],
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        """Raise ValueError if no optimizer was passed: local_sgd counts its steps."""
-        check_optimizers("local_sgd", optimizers)
-
 
 class LocalUpdatesImpl(AlgorithmImpl):
     """Gradients are averaged as by gradient_allreduce while t <= warmup_steps; after that,
@@ -95,7 +87,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
 
     Args:
         process_group: the group to communicate in.
-        options: of the algorithm; have ``rounds()``, those of the local phase.
+        options: of the algorithm, which has ``rounds()``, those of the local phase.
     """
 
     # after the warm-up, buffers, weights and optimizers stay local
@@ -111,9 +103,9 @@ class LocalUpdatesImpl(AlgorithmImpl):
         for warmup in (True, False)
     )
 
-    def __init__(self, process_group: Group, options: Any) -> None:
-        super().__init__(process_group, options)
-        self.rounds = options.rounds()
+    def __init__(self, process_group: Group, **options: Any) -> None:
+        super().__init__(process_group, self.algorithm(**options))
+        self.rounds = self.options.rounds()
         self._past_warmup: bool | None = None
         """Whether the buckets are those of the local phase; None before there are any."""
         self._drifts: dict[int, Sequence[Tensor]] = {}
@@ -222,7 +214,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     name = "local_sgd"
 
     def __init__(self, process_group: Group, **options: Any) -> None:
-        super().__init__(process_group, LocalSGDAlgorithm(**options))
+        super().__init__(process_group, **options)
         if self.options.hierarchical:
             warmup, local = self.phases
             self.phases = tuple(

@@ -13,7 +13,7 @@ from torch import Tensor
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
-from bagua_ref.algorithms.registry import check_bool, check_compressible, implements
+from bagua_ref.algorithms.registry import check_bool, implements
 from bagua_ref.algorithms.state import communicator_of
 from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
@@ -62,6 +62,8 @@ class QAdamAlgorithm(Algorithm):
     compression: str = "MinMaxUInt8"
     error_feedback: bool = False
 
+    takes_float64 = False
+
     def __post_init__(self) -> None:
         check_compression(self.compression)
         check_bool("error_feedback", self.error_feedback)
@@ -89,7 +91,7 @@ class QAdamAlgorithm(Algorithm):
                 " module; add what is missing to it, freeze it, or list it in"
                 " module._bagua_params_and_buffers_to_ignore"
             )
-        check_compressible(parameters, "qadam")
+        super().check(parameters, optimizers)
 
 
 @implements(QAdamAlgorithm)

@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
-
 from bagua_ref.backends.chunks import MAX_CHUNK
 from bagua_ref.buckets.bucket import check_compression
 from bagua_ref.comm_ops.chunked_sparse import MEANS
@@ -126,8 +124,14 @@ def check_whole(name: str, value: int, least: int) -> None:
 def check_number(
     name: str, value: float, least: float, most: float, excluded: bool = False
 ) -> None:
-    """Raise unless the argument ``name`` is a finite number from ``least``, which may be excluded,
-    to ``most``.
+    """Raise unless an argument is a finite number between two bounds.
+
+    Args:
+        name: of the argument.
+        value: of the argument.
+        least: the lower bound.
+        most: the upper bound, which is allowed.
+        excluded: whether the lower bound is not allowed.
     """
     words = f"above {least:g}" if excluded else f"at least {least:g}"
     words += " and finite" if most == math.inf else f" and at most {most:g}"
@@ -144,8 +148,14 @@ def check_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def check_sparse_options(top_k: int | None, chunk: int, mean: str, compression: str | None) -> None:
-    """Raise unless these are options of a chunked sparse exchange (S15); if ``top_k`` is None,
-    unless the others do without one.
+    """Raise unless the options of a chunked sparse exchange fit each other (S15).
+
+    Args:
+        top_k: elements that are sent of each chunk; None: there is no such exchange, and no option
+            may need it.
+        chunk: the longest side of a chunk.
+        mean: the divisor.
+        compression: the codec of the values; None: they are sent as they are.
     """
     if top_k is not None:
         check_whole("top_k", top_k, 1)
@@ -159,27 +169,7 @@ def check_sparse_options(top_k: int | None, chunk: int, mean: str, compression: 
     check_compression(compression, optional=True, also=() if top_k is None else ("Stat2",))
 
 
-def check_compressible(parameters: Iterable[tuple[str, torch.Tensor]], what: str) -> None:
-    """Raise TypeError if one of ``parameters``, by name, is float64, which ``what`` does not
-    take.
-    """
-    for name, parameter in parameters:
-        if parameter.dtype is torch.float64:
-            raise TypeError(
-                f"parameter {name!r} is float64; {what} takes float16, bfloat16 or float32"
-            )
-
-
 def check_bool(name: str, value: bool) -> None:
     """Raise TypeError unless the argument ``name`` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False")
-
-
-def check_optimizers(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ValueError if no optimizer was passed: the algorithm ``name`` counts its steps."""
-    if not optimizers:
-        raise ValueError(
-            f"optimizers=[]: {name} counts the steps of the last optimizer; pass the module's"
-            " optimizers to with_bagua"
-        )
