@@ -73,9 +73,7 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
             for mode in ("some", "", None, 3, ["ring"])
         ),
         ({"communication_interval": 0}, ValueError, "communication_interval=0 must be 1 or more"),
-        ({"communication_interval": -1}, ValueError, "communication_interval=-1"),
         ({"communication_interval": 1.0}, TypeError, "communication_interval=1.0 must be an int"),
-        ({"communication_interval": True}, TypeError, "communication_interval=True"),
     ],
     LowPrecisionDecentralizedAlgorithm: [
         ({"communication_interval": 0}, ValueError, "communication_interval=0"),
@@ -85,7 +83,6 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
     LocalSGDAlgorithm: [
         ({"period": 0}, ValueError, "period=0 must be 1 or more"),
         ({"period": 2.5}, TypeError, "period=2.5 must be an int, 1 or more"),
-        ({"period": True}, TypeError, "period=True must be an int"),
         ({"period": 3, "warmup_steps": -1}, ValueError, "warmup_steps=-1 must be 0 or more"),
         (
             {"period": 3, "offset": 3},
@@ -104,25 +101,18 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
             "period=9 must be a multiple of the number of fragments, 2",
         ),
         (
-            {"period": 3, "fragments": [["a"], ["b"]]},
-            ValueError,
-            "period=3 must be a multiple of the number of fragments, 2",
-        ),
-        (
             {"period": 8, "fragments": 2, "delay": 4},
             ValueError,
             "delay=4 must be less than gap=4, the period=8 divided",
         ),
         ({"period": 8, "delay": -1}, ValueError, "delay=-1 must be 0 or more"),
         ({"mix": 1.01}, ValueError, "mix=1.01 must be at least 0 and at most 1"),
-        ({"mix": -0.1}, ValueError, "mix=-0.1 must be at least 0"),
         ({"mix": NAN}, ValueError, "mix=nan must be at least 0"),
         ({"mix": "half"}, TypeError, "mix='half' must be a number"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps=-1 must be 0 or more"),
         ({"fragments": 0}, ValueError, "fragments=0 must be 1 or more"),
-        ({"fragments": True}, TypeError, "fragments=True must be an int"),
         ({"fragments": []}, ValueError, r"fragments=\[\] must hold at least one list"),
-        ({"fragments": [["a"], []]}, ValueError, r"fragments\[1\] is empty"),
+        ({"fragments": [["a"], []]}, ValueError, "each list at least one parameter name"),
         (
             {"fragments": ["a", "b"]},
             TypeError,
@@ -133,11 +123,6 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
             {"outer_optimizer": "sgd"},
             TypeError,
             "outer_optimizer='sgd' must be None, or make an optimizer",
-        ),
-        (
-            {"compression": "zip"},
-            ValueError,
-            "compression='zip' is not a known codec; it must be one of None",
         ),
         ({"compression": "MXFP9"}, ValueError, UNKNOWN),
         (
@@ -172,18 +157,12 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
             ValueError,
             "matrix_approximation_rank=0 must be 1 or more",
         ),
-        (
-            {"matrix_approximation_rank": 1.5},
-            TypeError,
-            "matrix_approximation_rank=1.5 must be an int",
-        ),
         ({"warmup_steps": -1}, ValueError, "warmup_steps=-1 must be 0 or more"),
         (
             {"min_compression_rate": 0},
             ValueError,
             "min_compression_rate=0 must be above 0 and finite",
         ),
-        ({"min_compression_rate": NAN}, ValueError, "min_compression_rate=nan must be"),
         (
             {"min_compression_rate": "2"},
             TypeError,
@@ -200,11 +179,9 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
     ],
     TopKAlgorithm: [
         ({"ratio": 0}, ValueError, "ratio=0 must be above 0 and at most 1"),
-        ({"ratio": 1.01}, ValueError, "ratio=1.01 must be above 0 and at most 1"),
         ({"ratio": NAN}, ValueError, "ratio=nan must be above 0 and at most 1"),
         ({"ratio": True}, TypeError, "ratio=True must be a number"),
         ({"error_feedback": None}, TypeError, "error_feedback=None must be True or False"),
-        ({"warmup_steps": "2"}, TypeError, "warmup_steps='2' must be an int"),
     ],
 }
 
@@ -224,7 +201,6 @@ def test_bad_options_are_refused_by_name(
 DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gradient_allreduce", {"average": True}, {"average": False}),
     ("bytegrad", {"error_feedback": True}, {"error_feedback": False}),
-    ("bytegrad", {"compression": "MinMaxUInt8"}, {"compression": "MXINT8"}),
     ("decentralized", {"communication_interval": 1}, {"communication_interval": 2}),
     (
         "decentralized",
@@ -241,9 +217,7 @@ DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("diloco", {"top_k": 4}, {"top_k": None}),
     ("diloco", {"top_k": 4, "mean": "all"}, {"top_k": 4, "mean": "contributors"}),
-    ("diloco", {"top_k": 4, "error_decay": 0.9}, {"top_k": 4, "error_decay": 1.0}),
     ("demo", {"transform": "dct"}, {"transform": None}),
-    ("demo", {"sign": True}, {"sign": False}),
     ("demo", {"compression": "Stat2"}, {"compression": "OneBit"}),
     ("powersgd", {"matrix_approximation_rank": 1}, {"matrix_approximation_rank": 2}),
 ]
@@ -357,14 +331,14 @@ UNFIT: dict[str, list[tuple[Any, str]]] = {
             lambda s: s.update(ring=(s["ring"][0] + 1, 9)),
             r"=\(\d, 9\) of a ring, this is \(\d, 2\)",
         ),
-        (lambda s: s["replicas"].popitem(), r"it lacks \['bucket 0, right'\]"),
+        (lambda s: s["replicas"].popitem(), r"it lacks \['0.weight: right neighbour'\]"),
         (
-            lambda s: s.update(replicas={name: t[:12] for name, t in s["replicas"].items()}),
-            r"is \(12,\) torch.float32 there and \(83,\)",
+            lambda s: s.update(replicas={name: t[:1] for name, t in s["replicas"].items()}),
+            r"'2.bias: own' is \(1,\) torch.float32 there and \(3,\)",
         ),
         (
             lambda s: s.update(replicas={name: t.half() for name, t in s["replicas"].items()}),
-            r"is \(83,\) torch.float16 there",
+            r"is \(3,\) torch.float16 there",
         ),
     ],
     "decentralized": [

@@ -172,7 +172,7 @@ def sharing(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
         (
             {"fragments": [[*NAMES, "3.bias"]]},
             ValueError,
-            "fragments name '3.bias' though the module trains no such parameter",
+            "fragments name '3.bias' more than once, or though the module trains no such parameter",
         ),
         ({"fragments": [NAMES[:3]]}, ValueError, "fragments name '2.bias' not at all"),
         (

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -36,20 +35,18 @@ def checked_fragments(fragments: int | Sequence[Sequence[str]]) -> int | list[li
     if isinstance(fragments, int):
         check_whole("fragments", fragments, 1)
         return fragments
-    lists = isinstance(fragments, (list, tuple)) and all(
-        isinstance(names, (list, tuple)) for names in fragments
-    )
-    if not lists or not all(isinstance(name, str) for names in fragments for name in names):
+    if not isinstance(fragments, (list, tuple)) or not all(
+        isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        for names in fragments
+    ):
         raise TypeError(
             f"fragments={fragments!r} must be an int, or a list of lists of parameter names"
         )
-    if not fragments:
-        raise ValueError("fragments=[] must hold at least one list of parameter names")
-    for place, names in enumerate(fragments):
-        if not names:
-            raise ValueError(
-                f"fragments[{place}] is empty; each fragment must have at least one parameter"
-            )
+    if not fragments or not all(fragments):
+        raise ValueError(
+            f"fragments={fragments!r} must hold at least one list, and each list at least one"
+            " parameter name"
+        )
     return [list(names) for names in fragments]
 
 
@@ -103,13 +100,10 @@ def named_fragments(
             [name for name, place in zip(names, found, strict=True) if place == fragment]
             for fragment in range(fragments)
         ]
-    counts = Counter(name for fragment in fragments for name in fragment)
+    listed = Counter(name for fragment in fragments for name in fragment)
     wrong = {
-        "more than once": [name for name, count in counts.items() if count > 1],
-        "though the module trains no such parameter": [
-            name for name in counts if name not in names
-        ],
-        "not at all": [name for name in names if name not in counts],
+        "not at all": Counter(names) - listed,
+        "more than once, or though the module trains no such parameter": listed - Counter(names),
     }
     for how, which in wrong.items():
         if which:
@@ -246,7 +240,7 @@ class Trail:
         samples = _SAMPLED if filled else 0  # weights without elements go nowhere
         self._sampled = [filled[number * len(filled) // _SAMPLED] for number in range(samples)]
         self._places = [
-            np.unravel_index(w.numel() * number // _SAMPLED, w.shape)
+            tuple(size * number // _SAMPLED for size in w.shape)
             for number, w in enumerate(self._sampled)
         ]
         self.clear()
@@ -254,27 +248,23 @@ class Trail:
     def clear(self) -> None:
         """Forget all samples."""
         self._unread: list[tuple[bool, Tensor]] = []
-        self._earlier: dict[bytes, None] = {}
+        self._earlier: deque[bytes] = deque(maxlen=_REMEMBERED)
         self._since_exchange: set[bytes] = set()
         self.went_back = self.is_new = self._is_earlier = False
 
+    @torch.no_grad()
     def note(self, stepped: bool) -> None:
         """Sample the weights after a local step, or before a forward pass; CUDA is not waited
         for.
         """
-        if not self._sampled:
-            return
-        with torch.no_grad():
+        if self._sampled:
             found = [w[place] for w, place in zip(self._sampled, self._places, strict=True)]
-            sample = torch.stack(found).float().to("cpu", non_blocking=True)
-        self._unread.append((stepped, sample))
+            self._unread.append((stepped, torch.stack(found).float()))
 
     def read(self) -> None:
         """Look at the new samples."""
-        if self._sampled and self._sampled[0].is_cuda:
-            torch.cuda.current_stream(self._sampled[0].device).synchronize()
         for stepped, sample in self._unread:
-            found = sample.numpy().tobytes()
+            found = sample.cpu().numpy().tobytes()
             if stepped:
                 self.went_back |= self._is_earlier
                 self._since_exchange.add(found)
@@ -286,10 +276,8 @@ class Trail:
     def exchanged(self) -> None:
         """Note that g has changed, so that samples so far are of earlier weights."""
         self.read()
-        self._earlier |= dict.fromkeys(self._since_exchange)
+        self._earlier.extend(self._since_exchange)
         self._since_exchange.clear()
-        for oldest in list(self._earlier)[: len(self._earlier) - _REMEMBERED]:
-            del self._earlier[oldest]
 
 
 @dataclass
@@ -302,7 +290,7 @@ class InFlight:
         due: t of the step after which it is applied.
         mean: what is sent, by name.
         missing: the number of buckets that have not arrived.
-        undo: restore the error memories that sending changes.
+        undo: functions that restore the error memories from before sending.
     """
 
     fragment: int
@@ -312,20 +300,8 @@ class InFlight:
     undo: list[Callable[[], object]] = field(default_factory=list)
 
     def note_arrival(self, bucket_name: str) -> None:
-        """Note that a bucket has its mean; the last operation of each bucket.
-
-        If the fragment's mean is not finite, so that it will not be applied, its memories are what
-        they were before.
-        """
+        """Note that a bucket has its mean; the last operation of each bucket."""
         self.missing -= 1
-        if (
-            self.missing
-            or not self.undo
-            or all(mean.isfinite().all() for mean in self.mean.values())
-        ):
-            return
-        for restore in self.undo:
-            restore()
 
     def state(self) -> dict[str, Any]:
         """Return the entry of a checkpoint, once the mean has arrived."""
