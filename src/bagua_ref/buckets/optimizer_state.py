@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from bagua_ref.base.memory import Layout
 from bagua_ref.base.untrusted import check_form
@@ -130,8 +131,8 @@ def take_over(
         ]
         for number, parameter in zip(numbers, parameters, strict=True):
             if number in state["state"]:
-                optimizer.state[parameter] = _uncast(
-                    optimizer.state[parameter], state["state"][number]
+                optimizer.state[parameter] = tree_map(
+                    _uncast, optimizer.state[parameter], state["state"][number]
                 )
     for before, group in zip(options, optimizer.param_groups, strict=True):
         group.update(
@@ -150,10 +151,6 @@ def _uncast(loaded: Any, sent: Any) -> Any:
     """Return ``sent``, on the device of ``loaded``."""
     if isinstance(sent, torch.Tensor):
         return sent.to(loaded.device)
-    if type(sent) is dict:
-        return {name: _uncast(loaded[name], value) for name, value in sent.items()}
-    if type(sent) in (list, tuple):
-        return type(sent)(map(_uncast, loaded, sent))
     return sent if isinstance(sent, (str, bytes)) else loaded
 
 

@@ -30,8 +30,8 @@ class CommOp(ABC):
         return f"{type(self).__name__}({self.comm.nranks()} ranks)"
 
     def work(self) -> tuple[str, int]:
-        """Return the name of the computation of the next execution besides its codec, and its
-        number of elements, for predictions of its time (S14.3).
+        """Return the computation of the next execution, besides its codec: its name and number of
+        elements, from which its time is predicted (S14.3).
         """
         return "", 0
 
@@ -106,8 +106,10 @@ def reduce_to_leader(
     divisor: float | None,
     in_rank_order: bool,
 ) -> None:
-    """Rank 0's ``x <- (sum over intra, in float32) / float32(divisor)``, rounded once; x of other
-    ranks is unchanged (S3.3).
+    """Sum x over a node at its leader (S3.3).
+
+    Rank 0's ``x <- (sum over intra, in float32) / float32(divisor)``, rounded once; x of other
+    ranks is unchanged.
     """
     if not in_rank_order and x.dtype in (torch.float32, torch.float64):
         intra.reduce_inplace(x, 0, ReduceOp.SUM)

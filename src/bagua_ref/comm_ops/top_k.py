@@ -17,11 +17,11 @@ from bagua_ref.observe.meter import codec_phase
 from bagua_ref.types import ReduceOp
 
 _STRIDE = 64
-"""Of so many elements, one is looked at to tell how large the largest are; sorting them all takes
-longer than all the rest.
+"""Sampling stride for estimating the smallest of the k largest; a full sort would dominate the run
+time.
 """
 _MOST = 2**31 - 1
-"""Elements of a bucket, whose indices are int32."""
+"""Maximum number of elements of a bucket, as indices are int32."""
 
 
 def count_of(m: int, ratio: float) -> int:
@@ -124,15 +124,11 @@ class TopK(CommOp):
             raise ValueError(
                 f"topk takes buckets of at most {_MOST} elements, not {numel}; use smaller buckets"
             )
-        self.k, self._numel, self._error, self._compresses = (
-            count_of(numel, ratio),
-            numel,
-            error,
-            compresses,
-        )
+        self.k, self._numel = count_of(numel, ratio), numel
+        self._error, self._compresses = error, compresses
 
     def work(self) -> tuple[str, int]:
-        """Return the elements of which the largest are chosen, and those that are added up."""
+        """Return the number of elements that are searched and added up."""
         return "topk", (self._numel + self.comm.nranks() * self.k) * self._compresses()
 
     @torch.no_grad()
