@@ -14,8 +14,9 @@ from torch import Tensor
 
 from bagua_ref.buckets.bucket import BaguaBucket
 
-STRAY: dict[str, Callable[[Tensor], Tensor]] = {
+STRAY: dict[str, Callable[[Tensor], Tensor | None]] = {
     "stays": lambda x: x,
+    "removed": lambda x: None,
     "moved": lambda x: x + 1,
     "transposed": lambda x: x.transpose(0, -1) if x.ndim and x.shape[0] == x.shape[-1] else x,
     "permuted": lambda x: x.permute(1, 2, 3, 0) if x.ndim == 4 and len({*x.shape}) == 1 else x,
@@ -61,17 +62,25 @@ def test_S2_3_an_operation_sees_the_values_that_tensors_have_wherever_they_lie(
         p.ensure_bagua_tensor(f"p{i}", "", *closures)
     bucket = BaguaBucket(made, "0", flatten, alignment=4)
     seen: list[Tensor] = []
-    bucket._ops = [lambda flat: seen.append(flat.clone())]
+    bucket._ops = [lambda flat: (seen.append(flat.clone()), flat.mul_(-1))]
     for strays in rounds:
         for p, stray in zip(made, strays, strict=False):
             if of_gradients:
                 p.grad = STRAY[stray](p.grad)
-            else:
+            elif stray != "removed":
                 p.data = STRAY[stray](p.data)
-        values = torch.cat([t.detach().flatten() for t in bucket.effective_tensors()])
+        effective = [p.grad if of_gradients else p for p in made]
+        values = torch.cat(
+            [
+                torch.zeros(p.numel()) if t is None else t.detach().flatten()
+                for p, t in zip(made, effective, strict=True)
+            ]
+        )
         bucket.execute()
         assert torch.equal(seen[-1][: len(values)], values)
+        results = [t.detach().flatten() for t in bucket.effective_tensors()]
+        assert torch.equal(torch.cat(results), -values)
         assert not seen[-1][len(values) :].any()
         if flatten:
             assert bucket.check_flatten()
-            assert torch.equal(bucket.flattened_tensor(), seen[-1])
+            assert torch.equal(bucket.flattened_tensor(), -seen[-1])

@@ -177,15 +177,6 @@ def drop_exception_in_forward(module: nn.Module, optimizer: torch.optim.Optimize
     handle.remove()
 
 
-def drop_exception_in_loss(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    def loss() -> None:
-        module(torch.randn(4, 6))
-        raise BoomError
-
-    with pytest.raises(BoomError):
-        loss()
-
-
 def drop_exception_in_backward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     with pytest.raises(ArithmeticError):
         FailsInBackward.apply(module(torch.randn(4, 6))).sum().backward()
@@ -227,13 +218,6 @@ def drop_eval(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     module.train()
 
 
-def drop_evaluation_forward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    module.kept = module(torch.randn(4, 6))
-    module.eval()
-    module(torch.randn(4, 6))
-    module.train()
-
-
 def drop_optimizer_step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     module.kept = module(torch.randn(4, 6))
     optimizer.step()
@@ -247,11 +231,6 @@ def drop_closure(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         return loss
 
     optimizer.step(closure)
-
-
-def drop_backward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    module.kept = module(torch.randn(4, 6))
-    module.kept.sum().backward(retain_graph=True)
 
 
 DROPS = [function for name, function in sorted(globals().items()) if name.startswith("drop_")]

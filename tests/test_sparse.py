@@ -59,11 +59,6 @@ def test_S15_1_chunks_are_blocks_in_row_major_order_whatever_the_strides(
     assert torch.equal(chunks.join(chunks.cut(x)), x)
 
 
-def test_S15_1_a_prime_above_the_limit_gives_single_elements() -> None:
-    assert Chunks((67,), 64).sides == (1, 1)
-    assert Chunks((67, 128), 64).sides == (1, 64)
-
-
 @given(rows=st.lists(BITS, min_size=1, max_size=4), levels=st.booleans(), data=st.data())
 @settings(max_examples=60)
 def test_S15_2_the_largest_of_each_row_are_selected_in_ascending_order(
@@ -91,6 +86,8 @@ def test_S15_3_indices_take_12_bits_each(indices: list[int]) -> None:
 @given(bits=BITS, scale=st.sampled_from(["any", "levels", "tiny", "close"]), zeros=st.booleans())
 @example(bits=[0x7F7FFFFF, 0xFF7FFFFF, 0xFF7FFFFF], scale="any", zeros=False)  # c overflows
 @example(bits=[1, 2, 0x80000001], scale="any", zeros=True)
+@example(bits=[0x40490FDB] * 5, scale="any", zeros=True)  # equal values stay as they are
+@example(bits=[0, 0], scale="any", zeros=True)
 @settings(max_examples=150)
 def test_S15_3_stat2_has_the_bytes_of_exact_sums(bits: list[int], scale: str, zeros: bool) -> None:
     x = floats(bits)
@@ -107,21 +104,6 @@ def test_S15_3_stat2_has_the_bytes_of_exact_sums(bits: list[int], scale: str, ze
     assert bytes(payload.tolist()) == right
     assert_equal(decoded, torch.from_numpy(values), EXACT)
     assert len(payload) == codec.payload_bytes(len(x), torch.float32)
-
-
-@pytest.mark.parametrize("value", [1.0, -3e38, 1e-45, 3.14159])
-def test_S15_3_stat2_keeps_equal_values_and_zeros_and_averages_two(value: float) -> None:
-    codec = Stat2(get_backend("reference"))
-
-    def through(x: torch.Tensor) -> list[float]:
-        codec.decompress(codec.compress(x, 1), 1, out := torch.empty_like(x))
-        return out.tolist()
-
-    x = torch.tensor([value, 0.0, value, -0.0])
-    assert through(x) == x.tolist()
-    assert through(x[:1]) == x[:1].tolist()
-    assert through(torch.tensor([1.0, 3.0])) == [2.0, 2.0]
-    assert through(torch.tensor([0.0, -0.0])) == [0.0, 0.0]
 
 
 def test_S15_3_stat2_takes_chunks_and_one_of_them_alone_as_other_codecs_do() -> None:
