@@ -340,7 +340,7 @@ class BaguaBucket(FlatStorage):
         (peer,) = check_apart(self.load(), self.name, peer_weight=peer_weight)
         num_ranks, comm, intra = self._connect(group, hierarchical)
         everyone = (
-            self._connect(group, hierarchical=False)[1] if callable(peer_selection_mode) else None
+            self._connect(group, hierarchical=False)[1] if callable(peer_selection_mode) else comm
         )
         self._decentralized_op = Decentralized(
             comm, self.kernels, peer, peer_selection_mode, intra, num_ranks, everyone

@@ -79,9 +79,8 @@ class Decentralized(CommOp):
             the same on all ranks.
         intra: hierarchical: the communicator of this node's ranks, of which rank 0 is the leader;
             else None.
-        num_ranks: the number of all ranks; None: those of ``comm``.
-        everyone: the communicator of all ranks, in which they compare what a function gives; None:
-            ``comm``.
+        num_ranks: the number of all ranks.
+        everyone: the communicator of all ranks, in which they compare what a function gives.
 
     Attributes:
         step: the number of executions.
@@ -102,19 +101,14 @@ class Decentralized(CommOp):
         comm: Communicator,
         kernels: KernelBackend,
         peer_weight: Tensor,
-        peer_selection_mode: PeerSelection = "all",
-        intra: Communicator | None = None,
-        num_ranks: int | None = None,
-        everyone: Communicator | None = None,
+        peer_selection_mode: PeerSelection,
+        intra: Communicator | None,
+        num_ranks: int,
+        everyone: Communicator,
     ) -> None:
         super().__init__(comm, kernels)
-        self.peer_weight, self.peer_selection_mode, self.intra = (
-            peer_weight,
-            peer_selection_mode,
-            intra,
-        )
-        self.num_ranks = comm.nranks() if num_ranks is None else num_ranks
-        self._everyone = comm if everyone is None else everyone
+        self.peer_weight, self.peer_selection_mode = peer_weight, peer_selection_mode
+        self.intra, self.num_ranks, self._everyone = intra, num_ranks, everyone
         self.step = 0
         check_mode(peer_selection_mode)
         self._check_size()

@@ -32,7 +32,7 @@ class Matrix:
         m: columns.
         r: the rank of its approximation.
         place: i, which its random columns depend on.
-        layout: the order of the gradient's elements in the flat tensor; None: row-major.
+        layout: the order of the gradient's elements in the flat tensor.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Matrix:
     m: int
     r: int
     place: int
-    layout: Layout | None = None
+    layout: Layout
 
     @property
     def end(self) -> int:
@@ -50,13 +50,12 @@ class Matrix:
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the matrix: a view of ``flat`` where strides can express it, else a copy."""
-        part = flat[self.start : self.end]
-        return (part if self.layout is None else self.layout.view(part)).reshape(self.n, self.m)
+        return self.layout.view(flat[self.start : self.end]).reshape(self.n, self.m)
 
     def put_back(self, matrix: Tensor, flat: Tensor) -> None:
         """Copy the result of `of` into ``flat``, unless it is a view of it."""
         part = flat[self.start : self.end]
-        if self.layout is not None and matrix.data_ptr() != part.data_ptr():
+        if matrix.data_ptr() != part.data_ptr():
             self.layout.view(part).copy_(matrix.view(self.layout.shape))
 
 
@@ -102,12 +101,8 @@ class LowRank(CommOp):
     ) -> None:
         super().__init__(comm, kernels)
         self.matrices, self._factors, self._errors = matrices, factors, errors
-        self._memory, self._seed, self._warm_start, self._round_number = (
-            memory,
-            seed,
-            warm_start,
-            round_number,
-        )
+        self._memory, self._seed = memory, seed
+        self._warm_start, self._round_number = warm_start, round_number
 
     def work(self) -> tuple[str, int]:
         """Return the multiplications of the three products of each matrix, if it is compressed."""
