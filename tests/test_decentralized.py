@@ -185,22 +185,6 @@ def test_modes_compressions_and_dtypes_that_do_not_exist_here_are_refused(r: int
         other.append_decentralized_synchronous_op(like(other))
 
 
-def test_S3_5_hierarchical_quantises_node_means_also_on_one_node() -> None:
-    def rank(r: int) -> list[float]:
-        tensor = torch.tensor([0.0, 0.3 + r, 1.0]).ensure_bagua_tensor("t")
-        bucket = BaguaBucket([tensor], "0", flatten=True)
-        bucket.append_low_precision_decentralized_synchronous_op(
-            *(torch.zeros(3).ensure_bagua_tensor() for _ in range(3)), hierarchical=True
-        )
-        bucket.execute()
-        return tensor.tolist()
-
-    first, second, third = simulate(3, rank)
-    assert first == second == third
-    assert first == pytest.approx([0, 1.3, 1.0], abs=1.3 / 510 + 1e-6)
-    assert first[2] != 1
-
-
 @pytest.mark.parametrize("operation", ["shift_one", "ring"])
 @on_every_rank(4, nodes=(2, 2))
 def test_S3_3_before_pairs_and_rings_the_leader_gathers_instead_of_letting_the_library_reduce(
