@@ -145,6 +145,15 @@ def test_S9_5_a_mean_that_is_not_finite_leaves_all_memories_of_its_fragment(
     assert_same(kept(module), before)
 
 
+def test_memories_are_float32_whatever_the_default_dtype_is() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        memory = ErrorMemory(4, 4, 2, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert memory.worker.dtype is memory.server.dtype is torch.float32
+
+
 # States
 
 

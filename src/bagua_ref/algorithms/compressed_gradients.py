@@ -114,7 +114,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
             return None
         names = [registration(proxy).name for proxy in bucket.tensors]
         for name, layout in zip(names, bucket.layouts, strict=True):
-            like = torch.empty((), device=bucket.device).expand(layout.shape)
+            like = torch.empty((), dtype=torch.float32, device=bucket.device).expand(layout.shape)
             self.memories.expect(name, like, layout)
         return lambda: self.memories.flat(names)
 

@@ -272,6 +272,7 @@ class MomentumBucket:
                 momentum.copy_(layout.view(self._before[start:end]))
                 if self._memory is not None and self._errors is not None:
                     self._memory.put_back(self._errors, start, end, self._place)
+        self._errors = None
         if self._scaler is None and not self.overflowed:
             self._before = None
 

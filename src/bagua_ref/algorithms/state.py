@@ -300,7 +300,10 @@ class ErrorMemories:
             check_tensors(
                 f"memories of {', '.join(bucket['tensors'])}",
                 {name: bucket[name] for name in sizes},
-                {name: torch.empty(()).expand(size) for name, size in sizes.items()},
+                {
+                    name: torch.empty((), dtype=torch.float32).expand(size)
+                    for name, size in sizes.items()
+                },
             )
 
     def load(self, saved: Collection[Mapping[str, Any]]) -> None:

@@ -130,8 +130,12 @@ class ErrorMemory:
         """
         self.device = device or self.device
         if kept is None:
-            kept = torch.zeros(self.numel), torch.zeros(self.numel // self.chunks)
-        self.worker, self.server = (tensor.to(self.device) for tensor in kept)
+            sizes = self.numel, self.numel // self.chunks
+            self.worker, self.server = (
+                torch.zeros(size, dtype=torch.float32, device=self.device) for size in sizes
+            )
+        else:
+            self.worker, self.server = (tensor.to(self.device) for tensor in kept)
 
     def put_back(self, before: tuple[Tensor, Tensor], start: int, end: int, place: int) -> None:
         """Restore the elements from ``start`` to ``end`` of the bucket.

@@ -160,7 +160,8 @@ class ChunkedSparse(CommOp):
     def _finish(self, coder: ChunkCoder, rows: Tensor, x: Tensor, p: Tensor, error: Tensor) -> None:
         """Write the result and the error memory of a tensor, of which each rank has sent a row."""
         chunks = coder.chunks
-        mean, own = torch.zeros(2, chunks.count * chunks.numel, device=x.device)
+        numel = chunks.count * chunks.numel
+        mean, own = torch.zeros(2, numel, dtype=torch.float32, device=x.device)
         counts = None if self._mean == "all" else torch.zeros_like(mean)
         for row in rows:
             coder.add_decoded(row, mean, counts)
