@@ -271,26 +271,6 @@ def test_S13_4_a_function_that_differs_between_ranks_is_an_error_on_every_rank(
         assert "no valid graph" in said[0]
 
 
-@pytest.mark.parametrize("how", ["fails", "has other weights"])
-@pytest.mark.parametrize("from_step", [0, 2])
-@on_every_rank(2)
-def test_S13_4_a_training_whose_functions_differ_neither_waits_nor_mixes(
-    r: int, how: str, from_step: int
-) -> None:
-    module: Any = network()
-    optimizer = sgd(module)
-    algorithm = DecentralizedAlgorithm(False, other_on_rank(1, from_step, how)(r))
-
-    def begin_and_train() -> None:
-        module.with_bagua([optimizer], algorithm)
-        train(module, optimizer, r, range(4))
-
-    where = "bucket '0', operation Decentralized" if from_step else ""
-    said = rf"^{where}.*the same graph on every rank; at step t={from_step} it gave"
-    with pytest.raises(CommunicationError if from_step else ValueError, match=said):
-        begin_and_train()
-
-
 # Training
 
 

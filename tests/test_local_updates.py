@@ -321,28 +321,6 @@ def streaming() -> DiLoCoAlgorithm:
     return DiLoCoAlgorithm(6, fragments=2, delay=2, mix=0.25, warmup_steps=1)
 
 
-def test_a_state_says_who_saved_it_and_holds_what_was_in_flight() -> None:
-    def rank(r: int) -> dict[str, Any]:
-        module, optimizer = wrapped(streaming())
-        assert not module.bagua_algorithm.state_dict()["has_global_weights"]
-        train(module, optimizer, r, range(3))  # fragment 0 was sent after step 2
-        return module.bagua_algorithm.state_dict()
-
-    states = simulate(3, rank)
-    assert [(state["rank"], state["world_size"], state["version"]) for state in states] == [
-        (0, 3, 1),
-        (1, 3, 1),
-        (2, 3, 1),
-    ]
-    for state in states:
-        (flight,), (of_rank_0,) = state["in_flight"], states[0]["in_flight"]
-        assert (flight["fragment"], flight["due"]) == (0, 4)
-        assert flight["mean"].keys() == set(state["fragments"][0])
-        for name, mean in flight["mean"].items():
-            assert torch.equal(mean, of_rank_0["mean"][name])
-            assert mean.abs().sum() > 0
-
-
 def test_what_is_equal_on_all_ranks_loads_at_any_number_of_ranks() -> None:
     def saved(r: int) -> list[Any]:
         module, optimizer = wrapped(streaming())

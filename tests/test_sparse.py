@@ -4,7 +4,6 @@ trainings that stop, grow and differ (S15).
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.trainings import network, simulate
+from tests.trainings import simulate
 from torch import nn
 
-import bagua_ref
-from bagua_ref.algorithms import Algorithm, DiLoCoAlgorithm
+from bagua_ref.algorithms import Algorithm
 from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.backends.chunks import (
     ChunkCoder,
@@ -227,129 +225,3 @@ def test_memories_belong_to_their_rank_and_the_rest_loads_at_any_number_of_ranks
         assert not any(e.any() for e in algorithm.state_dict()["memories"].values())
 
     simulate(3, grown)
-
-
-def test_S15_5_memories_of_a_sending_that_is_not_finite_are_those_before_it() -> None:
-    def rank(r: int) -> None:
-        module = nn.Linear(8, 8, bias=False)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], DiLoCoAlgorithm(2, top_k=3, compression="Stat2", delay=1))
-        algorithm: Any = module.bagua_algorithm
-
-        def step(scale: float) -> None:
-            optimizer.zero_grad()
-            (module(torch.randn(2, 8)) * scale).square().mean().backward()
-            optimizer.step()
-
-        for _ in range(4):
-            step(1.0)
-        before = algorithm.state_dict()
-        assert before["memories"]["weight"].any()
-        step(1e25 if r else 1.0)  # its differences are sent
-        with pytest.raises(bagua_ref.errors.CommunicationError, match="fragment 0 was not applied"):
-            step(1.0)
-        after = algorithm.state_dict()
-        assert_equal(after["memories"]["weight"], before["memories"]["weight"], EXACT)
-        assert_equal(after["global_weights"]["weight"], before["global_weights"]["weight"], EXACT)
-
-    simulate(2, rank)
-
-
-def test_S15_6_one_overflow_stays_in_its_parameter_and_leaves_no_trace_in_the_momentum() -> None:
-    def rank(r: int) -> None:
-        module: Any = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], Algorithm.init("demo", top_k=2, chunk=4))
-        named = dict(module.named_parameters())
-        hurt, *others = named
-
-        def backward(value: float) -> None:
-            optimizer.zero_grad()
-            total = 0 * module(torch.zeros(1, named[hurt].shape[1])).sum()
-            for name, p in named.items():
-                grad = torch.arange(1.0, p.numel() + 1).view(p.shape) ** 2
-                total = total + (p * grad * (value if name == hurt else 1.0)).sum()
-            total.backward()
-
-        backward(1.0)
-        before = module.bagua_algorithm.state_dict()["memories"]
-        backward(float("nan") if r else 1.0)
-        assert named[hurt].grad.isnan().all()  # type: ignore[union-attr]
-        after = module.bagua_algorithm.state_dict()["memories"]
-        assert_equal(after[hurt], before[hurt], EXACT)
-        for name in others:
-            assert named[name].grad.abs().max() <= 1  # type: ignore[union-attr]
-            assert not torch.equal(after[name], before[name])
-
-    simulate(2, rank)
-
-
-def test_S15_6_a_parameter_that_no_rank_uses_has_no_gradient_but_what_its_momentum_delivers() -> (
-    None
-):
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor, both: bool) -> Any:
-            return self.a(x).sum() + (self.b(x).sum() if both else 0)
-
-    def rank(r: int) -> None:
-        module: Any = Two()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        options = {"top_k": 1, "transform": None, "sign": False, "decay": 1.0}
-        algorithm = Algorithm.init("demo", **options)
-        module.with_bagua([optimizer], algorithm, find_unused_parameters=True)
-        grads = []
-        for both in (False, True, False):
-            optimizer.zero_grad()
-            module(torch.arange(1.0, 5.0).view(1, 4), both).backward()
-            grads.append(module.b.weight.grad)
-        assert grads[0] is None
-        assert grads[2].count_nonzero() == 1, "one more element of the momentum"
-
-    simulate(2, rank)
-
-
-def test_S15_5_a_run_continues_to_the_bit_with_a_fragment_in_flight() -> None:
-    options: dict[str, Any] = {
-        "period": 4,
-        "fragments": 2,
-        "delay": 1,
-        "mix": 0.3,
-        "top_k": 3,
-        "compression": "Stat2",
-        "mean": "contributors",
-    }
-
-    @functools.cache
-    def rank(r: int, stop: int) -> Any:
-        module: Any = matrix()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        module.with_bagua([optimizer], Algorithm.init("diloco", **options))
-        generator = torch.Generator().manual_seed(r)
-        for step in range(9):
-            if step == stop:
-                parts = (module, optimizer, module.bagua_algorithm)
-                states = [part.state_dict() for part in parts]
-                assert states[2]["in_flight"]
-                weights = [p.detach().clone() for p in module.parameters()]
-                module, old = matrix(), weights
-                optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-                module.with_bagua([optimizer], Algorithm.init("diloco", **options))
-                with torch.no_grad():
-                    for p, weight in zip(module.parameters(), old, strict=True):
-                        p.copy_(weight)
-                optimizer.load_state_dict(states[1])
-                module.bagua_algorithm.load_state_dict(states[2])
-            optimizer.zero_grad()
-            module(torch.randn(2, 64, generator=generator)).square().mean().backward()
-            optimizer.step()
-        return [p.detach() for p in module.parameters()]
-
-    for through, stopped in zip(
-        simulate(2, lambda r: rank(r, 99)), simulate(2, lambda r: rank(r, 5)), strict=True
-    ):
-        for mine, expected in zip(stopped, through, strict=True):
-            assert torch.equal(mine, expected)
