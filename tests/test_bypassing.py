@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import on_every_process
-from tests.trainings import by_name, on_every_rank, weights, wrap
+from tests.trainings import Net, by_name, on_every_rank, weights, wrap
 from tests.trainings import small_batch as batch
 from torch import nn
 
@@ -22,19 +22,6 @@ from bagua_ref.algorithms import (
 from bagua_ref.data_parallel import DistributedDataParallel
 
 ALGORITHMS = GlobalAlgorithmRegistry.available_algorithms()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
-
-    def training_step(self, x: torch.Tensor) -> torch.Tensor:
-        return self.forward(x).square().mean()
 
 
 def wrapped(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import on_every_process
-from tests.trainings import by_name, on_every_rank, sgd, weights
+from tests.trainings import Net, by_name, on_every_rank, sgd, weights
 from tests.trainings import small_batch as batch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -33,16 +33,6 @@ class Half(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x / 2
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
 
 
 def train(
@@ -550,15 +540,3 @@ def test_gradients_that_are_synchronized_dropped_or_of_others_are_not_refused(
     with pytest.raises(RuntimeError, match=r"'head\.bias'"):
         optimizers[1].step()
     return weights(module)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nranks", [2, 3])
-@on_every_process()
-def test_over_gloo_every_rank_refuses_the_step(nranks: int) -> None:
-    rank, module = bagua_ref.get_rank(), Net()
-    optimizer = sgd(module)
-    module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-    first_synchronized(module, rank)
-    with pytest.raises(RuntimeError, match="got another gradient"):
-        optimizer.step()

@@ -336,20 +336,6 @@ def test_S5_6_with_async_ranks_keep_their_own_buffers_after_warm_up_and_need_not
     assert first != second
 
 
-@on_every_rank(3)
-def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum(r: int) -> None:
-    model = DistributedDataParallel(nn.Linear(6, 3))
-    nn.init.ones_(model.module.weight)
-    assert model.require_backward_grad_sync
-    with model.no_sync():
-        assert not model.require_backward_grad_sync
-        model(batch(r, 0)).sum().backward()
-    assert model.require_backward_grad_sync
-    model(batch(r, 1)).sum().backward()
-    expected = sum(batch(r, step).sum(dim=0) for r in range(3) for step in range(2)) / 3
-    torch.testing.assert_close(model.module.weight.grad[0], expected)
-
-
 def test_S5_a_group_of_some_ranks_trains_alone() -> None:
     def rank(r: int, *ranks: int) -> list[torch.Tensor] | None:
         group = bagua_ref.new_group(ranks)

@@ -14,6 +14,8 @@ import torch
 from tests.launch import on_every_process
 from tests.trainings import by_name, on_every_rank, simulate, weights
 from tests.trainings import small_batch as batch
+from tests.trainings import small_network as network
+from tests.trainings import small_step as step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -43,11 +45,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
 def sgd(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), **{"lr": 0.1, **options})
 
@@ -59,12 +56,6 @@ def wrapped(
     optimizer, made_for = by_name(algorithm, module, **options)
     (optimizers if optimizers is not None else []).append(optimizer)
     return module.with_bagua([optimizer], made_for)  # type: ignore[operator, no-any-return]
-
-
-def step(module: nn.Module, optimizer: Any, rank: int, number: int = 0) -> None:
-    optimizer.zero_grad()
-    module(batch(rank, number)).square().mean().backward()
-    optimizer.step()
 
 
 def end(module: Any) -> None:

@@ -12,6 +12,8 @@ import torch
 from tests.launch import on_every_process
 from tests.trainings import by_name, simulate, weights
 from tests.trainings import small_batch as batch
+from tests.trainings import small_network as network
+from tests.trainings import small_step as step
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -39,19 +41,8 @@ APART: dict[str, dict[str, Any]] = {
 """Algorithms whose ranks have weights of their own, and options."""
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
 def groups(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [module[0].weight]}, {"params": [*module.parameters()][1:]}]  # type: ignore[index]
-
-
-def step(module: nn.Module, optimizer: Any, rank: int, number: int = 0) -> None:
-    optimizer.zero_grad()
-    module(batch(rank, number)).square().mean().backward()
-    optimizer.step()
 
 
 def refusals(ranks: int, main: Callable[[int], Any]) -> list[str]:

@@ -493,18 +493,6 @@ def test_an_exception_inside_ends_the_training_of_all_ranks() -> None:
     assert "cannot train on: an exception left join() there: ValueError" in errors[1]
 
 
-def test_a_disagreement_of_ranks_that_have_batches_ends_those_that_have_joined_too() -> None:
-    def skips(module: nn.Module, optimizer: torch.optim.Optimizer, r: int) -> None:
-        with bagua_ref.join([module]):
-            for step in range([0, 3, 3][r]):
-                backward(module, r, step)
-                if r == 1 or step:
-                    optimizer.step()
-
-    for error in told(skips):
-        assert "rank 1 has taken 1 optimizer steps, rank 2 has taken 0 optimizer steps" in error
-
-
 def test_weights_that_a_rank_loads_are_compared_with_those_of_ranks_that_have_batches() -> None:
     def loads(module: nn.Module, optimizer: torch.optim.Optimizer, r: int, factor: float) -> None:
         with bagua_ref.join([module]):

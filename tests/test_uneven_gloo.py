@@ -112,15 +112,6 @@ def test_a_rank_that_serves_the_store_does_not_end_before_others_know_why() -> N
     launch(rank_0_serves_and_ends_first, 2, init=False)
 
 
-def a_pair() -> torch.Tensor:
-    return joined(PAIRED, [[2, 0], [1, 3]], bagua_ref.get_rank())
-
-
-def test_pairs_of_ranks_average_though_one_has_no_batches() -> None:
-    for ours, expected in zip(launch(a_pair, 2), simulate(2, lambda r: a_pair()), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.filterwarnings("ignore")
 @on_every_process(3)
 def test_weights_are_those_of_torchs_join() -> None:

@@ -4,7 +4,6 @@ they were, as in DDP (S2.5).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -316,19 +315,16 @@ def test_S2_5_the_wrapper_leaves_the_gradients_that_torchs_ddp_leaves() -> None:
     torch.testing.assert_close(weights_of_ours, weights_of_theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["with_bagua", "train"])
 @FLATTEN
 @on_every_rank(3)
-def test_S2_5_in_both_forms(r: int, form: str, do_flatten: bool) -> None:
+def test_S2_5_inside_train(r: int, do_flatten: bool) -> None:
     module = Partly()
-    given = [torch.optim.AdamW(module.parameters())], TopKAlgorithm(0.3)
-    options = {"do_flatten": do_flatten, "find_unused_parameters": True}
-    context: Any = bagua_ref.train(module, *given, **options) if form == "train" else nullcontext()
-    if form == "with_bagua":
-        module.with_bagua(*given, **options)
-    with context:
+    optimizer = torch.optim.AdamW(module.parameters())
+    with bagua_ref.train(
+        module, optimizer, "topk", do_flatten=do_flatten, find_unused_parameters=True
+    ):
         module(batch(r, 0), "a").square().mean().backward()
-        given[0][0].step()
+        optimizer.step()
         assert [p.grad is None for p in module.parameters()] == [False] * 2 + [True] * 4
 
 

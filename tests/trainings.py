@@ -74,6 +74,35 @@ def small_batch(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+def small_network() -> nn.Sequential:
+    """Return layers for a `small_batch`."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def small_step(module: nn.Module, optimizer: Any, rank: int, step: int = 0) -> None:
+    """Take a step with a `small_batch`."""
+    optimizer.zero_grad()
+    module(small_batch(rank, step)).square().mean().backward()
+    optimizer.step()
+
+
+class Net(nn.Module):
+    """Two layers for a `small_batch`, and a method besides forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.body(x))
+        return found
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x).square().mean()
+
+
 def wrapped(
     algorithm: Algorithm, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[Any, torch.optim.Optimizer]:

@@ -13,21 +13,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-__all__ = [
-    "TRANSITIONS",
-    "AbandonRound",
-    "Action",
-    "Backward",
-    "BeginForward",
-    "BeginRound",
-    "Deliver",
-    "Event",
-    "Gradients",
-    "State",
-    "Stepped",
-    "Task",
-]
-
 
 class State(Enum):
     """State of a module's training."""

@@ -22,11 +22,9 @@ from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
 from bagua_ref.base.runtime import World, current_world
 from bagua_ref.base.utils import inside_backward
 from bagua_ref.buckets.optimizer_state import align
-from bagua_ref.data_parallel.hooks import GradientHook, are_for_a_call, swapped
+from bagua_ref.data_parallel.hooks import GradientHook, are_for_a_call
 from bagua_ref.data_parallel.sharding import LocalShard, ignored_names, reshard, stand_in, whole
 from bagua_ref.types import Group
-
-__all__ = ["StepGuard", "TrainedParameters", "refuse_both", "refuse_inside", "trainings_of"]
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -223,9 +221,11 @@ class TrainedParameters:
     def hook(self, training: TrainingContext) -> list[RemovableHandle]:
         """Hook the gradients of ``training``; return what removes the hooks."""
         self._hooks = [GradientHook(training, name) for name, _ in self.named]
-        self._registrations = [
-            getattr(parameter, "_bagua_registration", None) for parameter in self.whole
-        ]
+        # not in the hooks, which the garbage collector cannot see
+        self._registrations = {
+            hook: getattr(parameter, "_bagua_registration", None)
+            for hook, parameter in zip(self._hooks, self.whole, strict=True)
+        }
         return [
             hook.add_last(parameter)
             for hook, parameter in zip(self._hooks, self.whole, strict=True)
@@ -237,17 +237,17 @@ class TrainedParameters:
         Raises:
             RuntimeError: a parameter has become another kind of tensor; names it.
         """
-        lost = swapped(self.whole, self._hooks)
+        lost = self._swapped()
         for parameter, hook in lost:
             hook.add_again(parameter)
-            parameter._bagua_registration = self._registrations[self._hooks.index(hook)]  # type: ignore[attr-defined]
+            parameter._bagua_registration = self._registrations[hook]  # type: ignore[attr-defined]
         return bool(lost)
 
     def refuse_swapped(self, in_backward: bool) -> None:
         """Raise RuntimeError if a parameter was swapped since the last training forward pass and
         has a gradient, or is about to get one in the backward pass under way; names it.
         """
-        for parameter, hook in swapped(self.whole, self._hooks):
+        for parameter, hook in self._swapped():
             if in_backward or parameter.grad is not None:
                 raise RuntimeError(
                     f"parameter {hook.name!r} was swapped for another tensor, as by"
@@ -255,6 +255,11 @@ class TrainedParameters:
                     " calling the wrapped module, model(x), in training mode (train(): leave the"
                     " context, and enter another one)"
                 )
+
+    def _swapped(self) -> list[tuple[Parameter, GradientHook]]:
+        """Return the parameters that were swapped since their hooks were added, with these."""
+        found = zip(self.whole, self._hooks, strict=True)
+        return [(p, hook) for p, hook in found if getattr(p, "_bagua_hook", None) is not hook]
 
     def owned(self) -> set[int]:
         """Return the ids of the module's parameters, trained or not, and of those that stay local

@@ -21,15 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from bagua_ref.base.utils import NotCopied, inside_backward, untraced
 from bagua_ref.data_parallel.backward import State
 
-__all__ = [
-    "GradientHook",
-    "are_for_a_call",
-    "call_after_backward",
-    "queue_callback",
-    "swapped",
-    "trains",
-]
-
 
 class GradientHook(NotCopied):
     """The hook of a parameter, which marks each gradient ready; ``training`` is the training that
@@ -105,22 +96,6 @@ class GradientHook(NotCopied):
         parameter._bagua_hook = self  # type: ignore[attr-defined]
 
 
-def swapped(
-    parameters: Sequence[torch.nn.Parameter], hooks: Sequence[GradientHook]
-) -> list[tuple[torch.nn.Parameter, GradientHook]]:
-    """Return the ``parameters`` that were swapped since their ``hooks`` were added, with these."""
-    try:
-        if list(map(_hook_of, parameters)) == hooks:
-            return []
-    except AttributeError:  # a parameter without a hook
-        pass
-    return [
-        (parameter, hook)
-        for parameter, hook in zip(parameters, hooks, strict=True)
-        if getattr(parameter, "_bagua_hook", None) is not hook
-    ]
-
-
 def trains(module: torch.nn.Module) -> bool:
     """Return whether a forward pass of ``module`` that begins now may be part of a training
     step.
@@ -168,7 +143,6 @@ def _graph_task_ended(callback: Callable[[], object]) -> None:
 
 
 _BACKWARD = State.BACKWARD
-_hook_of = attrgetter("_bagua_hook")
 _kind_of = attrgetter("dtype", "device", "shape")
 
 

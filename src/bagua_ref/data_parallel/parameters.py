@@ -20,8 +20,6 @@ from bagua_ref.groups.communication import broadcast_coalesced
 from bagua_ref.observe.meter import Meter
 from bagua_ref.types import Group
 
-__all__ = ["Buffers", "UnusedParameters", "refuse_what_cannot_be_flat", "split_into_buckets"]
-
 _BITS = 63
 """Of each number of a note about unused parameters."""
 _ORDER = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -30,22 +30,6 @@ from bagua_ref.observe.meter import Meter, Operation
 from bagua_ref.scheduling.engine import UNSAID, Fact, Round, describe_differences
 from bagua_ref.types import Group
 
-__all__ = [
-    "BUFFERS",
-    "COMMON",
-    "DIGEST",
-    "JOINED",
-    "PLAN",
-    "ROUND",
-    "STEP",
-    "AgreedRound",
-    "AgreedRounds",
-    "Announced",
-    "Comparison",
-    "ModuleRounds",
-    "describe_texts",
-]
-
 JOINED, ROUND, BUFFERS, STEP, PLAN = UNSAID, 0, 1, 2, 3
 _ACTS = (
     "exchange buckets",
@@ -277,7 +261,7 @@ class AgreedRounds:
         self.loaded = True
 
     def abort(self, why: str) -> None:
-        """Let no round begin any more, here and on the other ranks; a training alone can go on."""
+        """Cancel all future rounds on all ranks; a single rank's training goes on."""
         if not self.broken and not self.alone:
             self.broken = why
             for group in self.groups:

@@ -19,18 +19,6 @@ from torch import Tensor
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.types import Group
 
-__all__ = [
-    "LocalShard",
-    "check_sharded",
-    "group_of",
-    "ignored_names",
-    "local",
-    "place_state",
-    "reshard",
-    "stand_in",
-    "whole",
-]
-
 
 class LocalShard(torch.nn.Parameter):
     """This rank's shard of a parameter: a plain tensor in the same memory, whose gradient is that

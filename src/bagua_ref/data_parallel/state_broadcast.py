@@ -21,8 +21,6 @@ from bagua_ref.data_parallel.rounds import describe_texts
 from bagua_ref.data_parallel.sharding import local, place_state
 from bagua_ref.groups.communication import broadcast_coalesced
 
-__all__ = ["broadcast_state", "refusing_together", "share_object", "share_state", "warn_of_drift"]
-
 _SUMMING = {"Adafactor", "LBFGS"}
 """Those of torch's optimizers whose results depend on the number of threads, as they sum over a
 parameter's elements.

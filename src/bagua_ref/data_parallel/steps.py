@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from bagua_ref.base import runtime
 from bagua_ref.scheduling.engine import UNSAID, Fact
 
-__all__ = ["TakenSteps"]
-
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Options that choose an implementation of the same step."""
 

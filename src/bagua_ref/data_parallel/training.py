@@ -45,8 +45,6 @@ from bagua_ref.env import get_default_bucket_size
 from bagua_ref.scheduling.engine import Engine
 from bagua_ref.types import Group
 
-__all__ = ["ModuleTraining", "Options"]
-
 _PUBLISHED = ("bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter")
 """Attributes of a wrapped module, beside its name."""
 _FAILED = "one of its backward passes failed after communication had begun"

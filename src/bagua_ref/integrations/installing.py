@@ -5,7 +5,6 @@ HSDP of replicas that are each sharded by FSDP2 (S16).
 from __future__ import annotations
 
 import io
-import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,13 +34,13 @@ from bagua_ref.comm_ops import (
     ErrorMemory,
 )
 from bagua_ref.communicators.pipelining import Overlap
-from bagua_ref.data_parallel.rounds import AgreedRounds
+from bagua_ref.data_parallel.rounds import AgreedRounds, describe_texts
 from bagua_ref.data_parallel.sharding import group_of, local
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.groups.process_group import init_process_group, is_initialized
 from bagua_ref.integrations.ddp_hooks import ddp_comm_hook
 from bagua_ref.observe.meter import Meter, Operation, use_meter
-from bagua_ref.scheduling.engine import Fact, describe_differences
+from bagua_ref.scheduling.engine import Fact
 from bagua_ref.types import Group
 
 __all__ = ["Installation", "install"]
@@ -645,20 +644,13 @@ def _compared(
     rounds: AgreedRounds, settings: Mapping[str, str], error: Exception | None
 ) -> Exception | None:
     """Return ``error``, or one about a rank that has another or other ``settings``. Collective."""
-    mine = {**settings, "error": "none" if error is None else f"{type(error).__name__}: {error}"}
+    mine = {"error": "none" if error is None else f"{type(error).__name__}: {error}", **settings}
     comm, ranks = rounds.group.get_global_communicator(), rounds.group.ranks
-    everyone = [comm.broadcast_object(mine, place) for place in range(len(ranks))]
-    differences = []
-    for key in dict.fromkeys(itertools.chain(*everyone)):
-        values = [theirs.get(key, "not given") for theirs in everyone]
-        distinct = tuple(dict.fromkeys(values))
-        fact = Fact(f"{{has}} {key}: {{value}}", 0, distinct)
-        places = [[distinct.index(value)] for value in values]
-        differences.append(describe_differences([fact], places, ranks))
-    if error is None and any(differences):
+    texts = {(f"{{has}} {key}: {{value}}", ""): text for key, text in mine.items()}
+    differences = describe_texts(texts, comm, ranks, "not given")
+    if error is None and differences:
         return CommunicationError(
             f"the ranks that call install() for {rounds.name} disagree:"
-            f" {'; '.join(filter(None, differences))}. Nothing has been changed; call it alike on"
-            " all ranks"
+            f" {differences}. Nothing has been changed; call it alike on all ranks"
         )
     return error

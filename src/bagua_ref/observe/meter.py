@@ -14,8 +14,6 @@ from torch.profiler import record_function
 
 from bagua_ref.base.runtime import World, current_world
 
-__all__ = ["PER_STEP", "Meter", "Operation", "codec_phase", "profiled", "steps_in", "use_meter"]
-
 PER_STEP = ("bytes_sent", "exposed_wait_seconds", "codec_seconds", "seconds")
 """The totals of which there is a mean over steps, too, with ``_per_step`` after the name."""
 
