@@ -30,6 +30,24 @@ import torch
 from bagua_ref.base.launch_environment import Identity
 from bagua_ref.types import Group, Transport
 
+__all__ = [
+    "Event",
+    "Identity",
+    "Lock",
+    "Queue",
+    "Thread",
+    "World",
+    "current_stream",
+    "current_world",
+    "hold",
+    "is_background_thread",
+    "order_after",
+    "record_event",
+    "side_stream",
+    "use_stream",
+    "use_world",
+]
+
 _REMEMBERED = 256
 """Number of last operations kept for each rank."""
 
