@@ -305,8 +305,8 @@ class WeightLockHooks:
             tensor.register_hook(_Release(self._forward, self._dropped).begin)
 
     def _held_for_backward(self) -> bool:
-        """Return whether an earlier forward pass than this one, which has no gradients, still holds
-        the weights.
+        """Return whether this forward pass has no gradients and an earlier one still holds the
+        weights.
         """
         return (
             not torch.is_grad_enabled()
@@ -336,7 +336,7 @@ class _Hold:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether it was acquired for a backward pass, too, and has not been given back."""
+        """Whether it is still held for a backward pass."""
         return self._has_gradients and not self._once.locked()
 
     def release(self) -> None:
@@ -347,8 +347,8 @@ class _Hold:
 
 
 class _Release:
-    """Releases a hold at the end of the backward pass that comes to a graph; if freed before that,
-    at the next `collect`.
+    """Release of a hold when the backward pass through a graph ends, or at the next `collect` after
+    the graph was freed.
 
     The graph keeps one, and the autograd engine another one during the backward pass, which it
     frees, uncalled, if that fails.

@@ -240,8 +240,8 @@ class AlgorithmImpl(NotCopied):
         )
 
     def facts(self) -> list[Fact]:
-        """Return further facts that must be equal on all ranks when a round of communication
-        begins; always as many.
+        """Return further agreement fields, always equally many: they must be equal on all ranks when a
+        round of communication begins.
         """
         return []
 

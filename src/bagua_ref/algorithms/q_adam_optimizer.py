@@ -21,8 +21,8 @@ from bagua_ref.comm_ops import ErrorMemory
 __all__ = ["BLOCK", "MomentumBucket", "QAdamOptimizer"]
 
 BLOCK = 65536
-"""Elements handled at a time on a CPU: the system takes longer to provide fresh memory of a
-bucket's size than to copy it.
+"""Number of elements handled at a time on a CPU: fresh memory of a bucket's size takes longer to get
+than to fill.
 """
 
 
@@ -338,8 +338,8 @@ def _frozen_step(
 
 
 def _may_be_zero(v: Tensor) -> bool:
-    """Return False if no element is 0; on a CPU that is found out in little time, elsewhere one
-    would have to wait for it.
+    """Return whether an element may be 0; it is looked up on a CPU only, as elsewhere one would have
+    to wait for the device.
     """
     return v.device.type != "cpu" or (v.numel() > 0 and not v.amin() > 0)
 

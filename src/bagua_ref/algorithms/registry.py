@@ -75,8 +75,12 @@ GlobalAlgorithmRegistry = _AlgorithmRegistry()
 
 
 def check_options(name: str, make: Callable[..., Any], given: Mapping[str, object]) -> None:
-    """Raise TypeError unless ``make``, which makes the algorithm ``name``, takes all options that
-    are given.
+    """Raise TypeError if an algorithm does not have an option.
+
+    Args:
+        name: of the algorithm.
+        make: its class or factory.
+        given: options by name.
     """
     options = inspect.signature(make).parameters
     if any(option.kind is option.VAR_KEYWORD for option in options.values()):
@@ -89,9 +93,7 @@ def check_options(name: str, make: Callable[..., Any], given: Mapping[str, objec
 
 
 def _close_to(given: str, allowed: Iterable[str]) -> str:
-    """Return the end of a message that refuses ``given``: similar names, and all that are
-    allowed.
-    """
+    """Return the end of a message about an unknown name: similar names, and all allowed ones."""
     names = list(allowed)
     meant = " or ".join(map(repr, difflib.get_close_matches(given, names)))
     return (

@@ -18,9 +18,7 @@ from bagua_ref.observe.meter import profiled
 from bagua_ref.types import ReduceOp
 
 _GLANCE = 0.01
-"""Seconds between two checks, by a round that waits for the weights, whether training has released
-them.
-"""
+"""Seconds between two checks of a waiting round whether training has released the weights."""
 
 
 class WeightLock:
@@ -79,7 +77,7 @@ class WeightLock:
         self.wait_for_training()
 
     def release_from_round(self) -> None:
-        """Give them back."""
+        """Release the weights after a round."""
         self._changed = runtime.record_event(self._device)
         self._lock.release()
 

@@ -40,8 +40,8 @@ def _with_receivers(graph: Graph) -> tuple[Graph, list[list[int]]]:
 
 @lru_cache(maxsize=16)
 def _named(function: Callable[[int, int], Graph], t: int, n: int) -> tuple[Graph, list[list[int]]]:
-    """Return a mode's graph and receivers, which nobody changes: the buckets and simulated ranks of
-    a process make them once.
+    """Return the graph and receivers of a named mode, cached for the buckets and simulated ranks of a
+    process.
     """
     return _with_receivers(function(t, n))
 
@@ -227,7 +227,7 @@ class Decentralized(CommOp):
         return graph
 
     def _check_size(self) -> None:
-        """Refuse a mode that does not take so many ranks, on every rank."""
+        """Raise ValueError on all ranks if the mode does not support this number of ranks."""
         n = self.comm.nranks()
         mode = (
             MODES.get(self.peer_selection_mode)

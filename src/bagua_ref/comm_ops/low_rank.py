@@ -149,8 +149,8 @@ class LowRank(CommOp):
     def _sum_left_factors(
         self, x: Tensor, gradients: Sequence[Tensor], queries: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[bool]]:
-        """Return each P, summed over ranks, and whether it is finite; average the rest of ``x`` in
-        the same message.
+        """All-reduce every P together with the uncompressed gradients; return the P, and whether each
+        is finite.
         """
         ends = [0, *(a.end for a in self.matrices)]
         starts = [*(a.start for a in self.matrices), x.numel()]
@@ -180,8 +180,7 @@ class LowRank(CommOp):
 def _matrices(
     like: Tensor, shapes: Sequence[tuple[int, int]], more: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return a new flat tensor, and matrices of these shapes that fill it but for ``more`` elements
-    at the end.
+    """Return a new flat tensor, and matrices of these shapes in it, with ``more`` elements at the end.
 
     Their columns are contiguous: products with such thin matrices are up to 25 times as fast.
     """
