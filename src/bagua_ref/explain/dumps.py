@@ -166,9 +166,11 @@ def read_dumps(folder: str | Path) -> dict[int, RankDump]:
             f"{str(folder)!r} has no dumps, which are files such as torch_trace_rank_0;"
             " bagua_ref.explain_hangs(folder) writes them"
         )
-    dumps, known = dict[int, RankDump](), dict[Ranks, Ranks]()
+    dumps, operations = dict[int, RankDump](), dict[Operation, Operation]()
+    known = dict[Ranks, Ranks]()
     for dump in _read_ranks(sorted(files.items())):
-        # All ranks list the same groups; thousands of lists of thousands of ranks must be one.
+        # Ranks have the same operations and groups: thousands of copies would be a gigabyte.
+        dump.operations = [operations.setdefault(one, one) for one in dump.operations]
         dump.groups = {name: known.setdefault(ranks, ranks) for name, ranks in dump.groups.items()}
         dumps[dump.rank] = dump
     for name in ("version", "world_size"):

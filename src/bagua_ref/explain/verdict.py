@@ -105,15 +105,17 @@ def _joined(dumps: dict[int, RankDump], size: int) -> Explanation:
     indices, everyone = dict[Operation, int](), tuple(range(size))
     tracks: dict[tuple[str, Ranks], dict[int, NDArray[Any]]] = defaultdict(dict)
     for rank, dump in dumps.items():
-        if not dump.operations:
+        if not dump.calls.size:
             continue
         groups = np.array([one.group for one in dump.operations])[dump.calls["operation"]]
+        order = np.lexsort((dump.calls["number"], groups))
+        dump.calls, groups = dump.calls[order], groups[order]
+        for rows in np.split(dump.calls, np.flatnonzero(groups[1:] != groups[:-1]) + 1):
+            name = dump.operations[rows["operation"][0]].group
+            members = dump.groups.get(name) or (everyone if name == "0" else ())
+            tracks[name, members][rank] = rows
         shared = [indices.setdefault(one, len(indices)) for one in dump.operations]
         dump.calls["operation"] = np.array(shared)[dump.calls["operation"]]
-        for name in map(str, np.unique(groups)):
-            rows = dump.calls[groups == name]
-            members = dump.groups.get(name) or (everyone if name == "0" else ())
-            tracks[name, members][rank] = rows[rows["number"].argsort()]
     return Explanation(dumps, size, list(indices), tracks)
 
 
@@ -222,21 +224,22 @@ def _mismatch(found: Explanation) -> Finding | None:
     kinds, parted = dict[str, int](), list[Any]()
     agrees = np.array([kinds.setdefault(one.agrees, len(kinds)) for one in found.operations])
     for tracks in found.tracks.values():
-        rows = np.concatenate([*tracks.values()])
-        rows = rows[rows["number"].argsort(kind="stable")]
-        kind, starts = (
-            agrees[rows["operation"]],
-            np.flatnonzero(np.diff(rows["number"], prepend=-1)),
-        )
+        number = np.concatenate([track["number"] for track in tracks.values()])
+        kind = agrees[np.concatenate([track["operation"] for track in tracks.values()])]
+        order = number.argsort(kind="stable")
+        number, kind = number[order], kind[order]
+        starts = np.flatnonzero(np.diff(number, prepend=-1))
         differ = np.minimum.reduceat(kind, starts) != np.maximum.reduceat(kind, starts)
         if differ.any():
-            parted.append(rows[rows["number"] == rows["number"][starts[differ][0]]])
+            first = number[starts[differ][0]]
+            met = (track[track["number"] == first] for track in tracks.values())
+            parted.append([row for rows in met for row in rows])
     if not parted:
         return None
-    first = min(parted, key=lambda rows: rows["created"][0])
-    met = [found.call(row) for row in first]
-    text = f"{mismatch(met)}, as its collective {first['number'][0]}"
-    return _at("mismatch", text, minority(met))
+    rows = min(parted, key=lambda rows: rows[0]["created"])
+    calls = [found.call(row) for row in rows]
+    text = f"{mismatch(calls)}, as its collective {rows[0]['number']}"
+    return _at("mismatch", text, minority(calls))
 
 
 def _mismatch_of_threads(found: Explanation) -> Finding | None:
