@@ -202,10 +202,9 @@ def test_a_unix_socket(tmp_path):
     path = tmp_path / "redis.sock"
     server = Server(f"unixsocket {path}", port=0, password=None)
     try:
-        for name in ("unix_socket", "unix_socket_path"):
-            store = RedisStore(hosts=[{name: str(path)}])
-            assert eventually(store.status)
-            assert repr(store) == f"RedisStore(redis at {path})"
+        store = RedisStore(hosts=[{"unix_socket_path": str(path)}])
+        assert eventually(store.status)
+        assert repr(store) == f"RedisStore(redis at {path})"
         check_contract(store)
     finally:
         server.kill()
