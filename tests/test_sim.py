@@ -33,11 +33,11 @@ assert launch  # whose server forks
 ENDED = "rank_dependent_branch"
 
 
-def judged(folder: Path, text: str, ranks: int = 2, **options: Any) -> Judgement:
+def judged(folder: Path, text: str, ranks: int = 2, cpu: bool = False, **options: Any) -> Judgement:
     script = folder / "script.py"
     script.write_text(text)
     options = {"seeds": 6, "hash_seeds": (), "limit": 120.0, "processes": 1} | options
-    return judge(Program(str(script)), Exploration((ranks,), **options))
+    return judge(Program(str(script), cpu=cpu), Exploration((ranks,), **options))
 
 
 def script_of(name: str) -> Script:
@@ -240,24 +240,53 @@ def sim(capsys: Any, *arguments: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_the_command_replays_what_it_names(tmp_path: Path, capsys: Any) -> None:
+ENDS_IN_ONE_SCHEDULE = """
+import os, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group()
+rank = dist.get_rank()
+if rank == 0:
+    print("begun")
+    dist.send(torch.ones(1), 1)
+elif rank == 2:
+    dist.send(torch.ones(1), 1)
+else:
+    if dist.recv(torch.ones(1)) == 2:
+        os._exit(3)
+    dist.recv(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "kind", "words"),
+    [
+        (script_of(ENDED).text(broken=True), 2, "ended", "rank 1 has ended"),
+        (ENDS_IN_ONE_SCHEDULE, 3, "crash", "the process of the run ended with exit code 3"),
+    ],
+    ids=["hang", "process that ends"],
+)
+def test_the_command_replays_what_it_names(
+    text: str, ranks: int, kind: str, words: str, tmp_path: Path, capsys: Any
+) -> None:
     script = tmp_path / "script.py"
-    script.write_text(script_of(ENDED).text(broken=True))
-    code, out = sim(capsys, str(script), "--json")
+    script.write_text(text)
+    code, out = sim(capsys, str(script), "--ranks", str(ranks), "--json")
     result = json.loads(out)
-    assert (code, result["version"], result["verdict"], result["kind"], result["rank"]) == (
-        1,
-        1,
-        "found",
-        "ended",
-        0,
-    )
-    assert (result["file"], result["line"] in script_of(ENDED).bug_lines()) == (str(script), True)
-    assert result["command"] == f"bagua-ref sim {script} --ranks 2"
+    assert (code, result["version"], result["verdict"], result["kind"]) == (1, 1, "found", kind)
+    assert words in result["message"]
+    if kind == "ended":
+        lines = script_of(ENDED).bug_lines()
+        assert (result["rank"], result["file"], result["line"] in lines) == (0, str(script), True)
+        assert result["command"] == f"bagua-ref sim {script} --ranks 2"
+    else:
+        assert result["schedule"].startswith("seed:")
+        assert f"--schedule {result['schedule']}" in result["command"]
     code, out = sim(capsys, *result["command"].split()[2:])
     assert code == 1
+    assert words in out
     assert "replay: bagua-ref sim" in out
-    assert "rank 1 has ended" in out
 
 
 def test_a_program_gets_its_arguments_a_folder_and_a_prefix_for_its_output(
@@ -310,44 +339,6 @@ def test_bad_usage(arguments: list[str], message: str, tmp_path: Path, capsys: A
     script.write_text("")
     assert main(["sim", *(argument.format(script=script) for argument in arguments)]) == 2
     assert message in capsys.readouterr().err
-
-
-ENDS_IN_ONE_SCHEDULE = """
-import os, time
-import torch
-import torch.distributed as dist
-
-dist.init_process_group()
-rank = dist.get_rank()
-if rank == 0:
-    print("begun")
-    dist.send(torch.ones(1), 1)
-elif rank == 2:
-    dist.send(torch.ones(1), 1)
-else:
-    if dist.recv(torch.ones(1)) == 2:
-        os._exit(3)
-    dist.recv(torch.ones(1))
-"""
-
-
-def test_a_run_that_ends_the_process_is_an_error_and_can_be_replayed(
-    tmp_path: Path, capsys: Any
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ENDS_IN_ONE_SCHEDULE)
-    code, out = sim(capsys, str(script), "--ranks", "3", "--json")
-    result = json.loads(out)
-    assert (code, result["kind"], result["message"]) == (
-        1,
-        "crash",
-        "the process of the run ended with exit code 3",
-    )
-    assert result["schedule"].startswith("seed:")
-    assert f"--schedule {result['schedule']}" in result["command"]
-    code, out = sim(capsys, *result["command"].split()[2:])
-    assert code == 1
-    assert "ended with exit code 3" in out
 
 
 def run_sim(folder: Path, output: Connection, *arguments: str) -> None:

@@ -11,7 +11,6 @@ import queue
 import random
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
 import torch.multiprocessing
 from tests.test_sim_torch_errors import init, run
 
@@ -219,15 +217,3 @@ def test_exit_code_zero_is_a_normal_end():
     with pytest.raises(SystemExit) as error:
         run(lambda: sys.exit(3))
     assert error.value.code == 3
-
-
-def test_a_checkpoint_is_saved_in_the_background():
-    def main():
-        folder = [tempfile.mkdtemp() if init() == 0 else None]
-        dist.broadcast_object_list(folder, 0)
-        torch.distributed.checkpoint.async_save(
-            {"a": torch.ones(3)}, checkpoint_id=folder[0]
-        ).result()
-        return Path(folder[0], ".metadata").exists()
-
-    assert run(main) == [True, True]

@@ -211,25 +211,19 @@ loss = torch.zeros(1, device=device); dist.all_reduce(loss); loss.cpu().item()
 
 
 def test_a_program_for_gpus_runs_on_the_cpu(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(START.replace("gloo", "nccl") + FOR_GPUS)
-    search = Exploration((2,), seeds=2, hash_seeds=(), limit=120, processes=1)
-    report = judge(Program(str(script), cpu=True), search)
+    report = judged(tmp_path, START.replace("gloo", "nccl") + FOR_GPUS, cpu=True, seeds=2)
     assert (report.verdict, report.finding) == ("agree", None), report.finding
 
 
 @pytest.mark.parametrize("cpu", [False, True])
 def test_memory_that_is_not_initialised_is_no_race(cpu: bool, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
     text = """
 shape = torch.empty(2**18, dtype=torch.int32)
 if rank == 0: shape[0] = 4
 dist.all_reduce(shape)
 assert shape[0] == 4, int(shape[0])
 """
-    script.write_text(START + text)
-    search = Exploration((2,), seeds=2, hash_seeds=(), limit=120, processes=1)
-    report = judge(Program(str(script), cpu=cpu), search)
+    report = judged(tmp_path, START + text, cpu=cpu, seeds=2)
     assert report.verdict in ("undecided", "found")  # fresh memory may be 0 or not
     if report.runs > 1:
         assert "memory that is not initialised is used" in str(report.finding)
@@ -256,10 +250,8 @@ for _ in range(2):
 
 
 def test_tensors_in_flight_are_watched_where_devices_are_mapped(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(START + "w = dist.all_reduce(x, async_op=True)\nprint(x)\nw.wait()")
-    search = Exploration((2,), seeds=2, hash_seeds=(), limit=120, processes=1)
-    report = judge(Program(str(script), cpu=True), search)
+    text = "w = dist.all_reduce(x, async_op=True)\nprint(x)\nw.wait()"
+    report = judged(tmp_path, START + text, cpu=True, seeds=2)
     assert (report.verdict, report.runs) == ("found", 1)
     assert "reads a tensor" in str(report.finding)
 

@@ -263,7 +263,9 @@ def bagua(exact: bool) -> list[Any]:
 def distributed_checkpoint(exact: bool) -> list[Any]:
     model, folder = small_model(exact), [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder, 0)
-    torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder[0])
+    torch.distributed.checkpoint.async_save(
+        {"model": model.state_dict()}, checkpoint_id=folder[0]
+    ).result()  # type: ignore[union-attr]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

@@ -309,8 +309,8 @@ class _RunWatch:
         call.locate()
         # A library's own handles are its own affair; torch's Join gives one to C++.
         call.awaited = call.awaited or not is_called_directly(sys._getframe(1))
-        world = rank_world()
-        rank = world.identity.rank
+        world, here = rank_world(), self._here()
+        rank = here.rank
         sends = [
             send
             for send in (call.send if isinstance(call.send, list) else [call.send])
@@ -327,16 +327,13 @@ class _RunWatch:
         self._seen.sent[rank].append(
             _digest((call.operation, call.file, call.line, [] if _sends_objects() else sends))
         )
-        self.ranks[rank].largest = max(
-            self.ranks[rank].largest, sum(send.numel() for send in sends)
-        )
+        elements = sum(send.numel() for send in sends)
+        here.largest = max(here.largest, elements)
         if call.operation.startswith("all_reduce("):
-            self.ranks[rank].reductions.append(
-                (sum(send.numel() for send in sends), tuple(call.group.ranks))
-            )
+            here.reductions.append((elements, tuple(call.group.ranks)))
         backward = current_backward()
         if backward is not None:
-            self.ranks[rank].backwards.setdefault(backward, (call.file, call.line))
+            here.backwards.setdefault(backward, (call.file, call.line))
         world.check_invariants()
         if self._fault is not None:
             self._fault.strike(
@@ -347,16 +344,13 @@ class _RunWatch:
         """Return the oddities of the run that are no errors."""
         found = dict(self._hints)
         for group in {call.group: None for call in self._calls}:
-            found |= {
-                f"nothing received {_place(call)}": None
-                for calls in group.sends.values()
-                for call in calls
-            }
-            found |= {
-                f"nothing was sent for {_place(call)}": None
-                for calls in group.recvs.values()
-                for call in calls
-            }
+            for what, messages in (
+                ("nothing received", group.sends),
+                ("nothing was sent for", group.recvs),
+            ):
+                found |= {
+                    f"{what} {_place(call)}": None for calls in messages.values() for call in calls
+                }
         found |= {
             f"nothing waited for {_place(call)}": None for call in self._calls if not call.awaited
         }
@@ -484,7 +478,7 @@ class _RankWatch:
     def before_step(self, optimizer: Any) -> None:
         """Note the values with which training starts."""
         if not self.backwards_by_step:
-            self._before = {name: _digest(_local(p)) for name, p in self._named(optimizer).items()}
+            self._before = {name: _digest(p) for name, p in self._named(optimizer).items()}
 
     def _named(self, optimizer: Any) -> dict[str, Tensor]:
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -497,36 +491,28 @@ class _RankWatch:
     def after_step(self, optimizer: Any) -> Step:
         """Return the result of an optimizer step."""
         named = self._named(optimizer)
-        owned = list(named.values())
+        trained = {name: p.grad for name, p in named.items() if p.grad is not None}
         replicas, reduced, joined = self._replicas()
-        reduced = self._reduced([p.numel() for p in owned if p.grad is not None]) or reduced
-        values = {name: _local(p) for name, p in named.items()}
-        gradients = {name: _local(p.grad) for name, p in named.items() if p.grad is not None}
+        reduced = self._reduced([named[name].numel() for name in trained]) or reduced
         held = {
             name: _holders(p) if is_distributed(p) else replicas.get(id(p), ())
             for name, p in named.items()
         }
-        before, self._before = self._before, {}
-        largest, self.largest = self.largest, 0
-        self.backwards_by_step.append(dict(self.backwards))
-        self.backwards.clear()
-        self.reductions.clear()
-        return Step(
+        step = Step(
             *call_site(sys._getframe(1)),
-            {name: _digest(value) for name, value in values.items()},
-            {
-                name: _digest(gradient)
-                for name, gradient in gradients.items()
-                if gradient.count_nonzero()
-            },
+            {name: _digest(p) for name, p in named.items()},
+            {name: _digest(grad) for name, grad in trained.items() if _local(grad).count_nonzero()},
             {name: ranks for name, ranks in held.items() if ranks},
             reduced,
             joined,
-            all(bool(torch.isfinite(value).all()) for value in values.values()),
-            before,
-            {name: value.numel() for name, value in values.items()},
-            largest,
+            all(bool(_local(p).isfinite().all()) for p in named.values()),
+            self._before,
+            {name: _local(p).numel() for name, p in named.items()},
+            self.largest,
         )
+        self.backwards_by_step.append(self.backwards)
+        self.backwards, self.reductions, self._before, self.largest = {}, [], {}, 0
+        return step
 
     def _replicas(self) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], bool]:
         """Return the ranks that hold each parameter of modules in `DistributedDataParallel`, by the

@@ -267,12 +267,12 @@ class Scheduler:
         self.on_wait(ticket, True)
         return ticket.granted
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, what: str = "to sleep") -> None:
         """Wait for virtual seconds."""
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds!r} to sleep must be 0 or more")
         self.yield_()
-        self.wait(self.ticket("to sleep"), seconds, passes=True)
+        self.wait(self.ticket(what), seconds, passes=True)
 
     def yield_(self, ends: bool = True, last: bool = False) -> None:
         """Let any thread that can run go first. Outside of the run, this does nothing.

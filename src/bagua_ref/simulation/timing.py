@@ -266,6 +266,10 @@ class _Wires:
         self._proceed(ended, now, touched)
 
 
+_COMPUTING = "to compute"
+"""What a thread waits for whose sleep stands for compute."""
+
+
 class Timing:
     """The clock of one run.
 
@@ -296,8 +300,6 @@ class Timing:
         self._marks: dict[Any, float] = {}
         """The CPU time of each thread that its compute spans contain."""
         self._waits: dict[Ticket, float] = {}
-        self._computing: set[Any] = set()
-        """The threads whose sleep stands for compute."""
         self._depth, self._owed = [0] * len(node_of), [0.0] * len(node_of)
         self._hooked: dict[int, Tensor] = {}
         self._hooks = ExitStack()
@@ -357,29 +359,20 @@ class Timing:
         """Note when a thread begins and ends to wait."""
         task = self._scheduler.calling()
         if not over:
-            if task not in self._computing:
+            if ticket.what != _COMPUTING:
                 self._charge()
             self._waits[ticket] = self._scheduler.time
             return
         self._mark()
         began, now = self._waits.pop(ticket), self._scheduler.time
-        kind = (
-            "compute"
-            if task in self._computing
-            else "sleep"
-            if ticket.what == "to sleep"
-            else "wait"
-        )
+        kind = {_COMPUTING: "compute", "to sleep": "sleep"}.get(ticket.what, "wait")
         if now > began:
             name = kind if ticket.call is None else str(ticket.call)
             self.timeline.spans.append(Span(task.rank, task.thread, kind, name, began, now))
 
     def _spend(self, seconds: float) -> None:
         if seconds > 0 and self._scheduler.is_calling():
-            task = self._scheduler.calling()
-            self._computing.add(task)
-            self._scheduler.sleep(seconds)
-            self._computing.discard(task)
+            self._scheduler.sleep(seconds, _COMPUTING)
 
     def _charge(self) -> None:
         """Let the CPU time pass that the calling thread has used since the last time."""

@@ -146,8 +146,8 @@ def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
     replacements.put(RankLock, "scheduler", scheduler)
     for holder, name, lock in library_locks(len(sys.modules)):
         replacements.put(holder, name, lock)
-    # before Python 3.12, it holds a lock that all ranks share
-    replacements.function(functools.cached_property, "__get__", _cached)
+    if sys.version_info < (3, 12):  # it holds a lock that all ranks share
+        replacements.function(functools.cached_property, "__get__", _cached)
     replacements.function(threading.Thread, "start", start)
     replacements.function(threading, "main_thread", lambda original: rank_world().main_thread)
     # It is held while a worker is started, which lets other threads go on.

@@ -9,6 +9,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,26 +72,19 @@ class GroupState:
         return distributed_c10d._World.pg_config_info.fget(self)  # type: ignore[attr-defined,no-any-return]
 
 
-class GroupNames:
-    """The names by which torch's C++ code finds the process groups of one rank."""
+class GroupNames(dict[str, Any]):
+    """The process groups of one rank by the names under which torch's C++ code finds them."""
 
     def __init__(self) -> None:
-        self._names: dict[str, Any] = {}
-        self._changes = 0
+        super().__init__()
         self._threads = threading.local()
-
-    def change(self, function: Callable[[dict[str, Any]], object]) -> None:
-        """Change the groups by name, and make that known to this rank's threads."""
-        function(self._names)
-        self._changes += 1
-        self.register_in_thread()
 
     def register_in_thread(self) -> None:
         """Bring the calling thread's registry, which C++ code reads, up to date."""
-        if getattr(self._threads, "changes", 0) != self._changes:
-            self._threads.changes = self._changes
+        if getattr(self._threads, "names", {}) != self:
+            self._threads.names = dict(self)
             _c10d._unregister_all_process_groups()
-            for name, group in self._names.items():
+            for name, group in self.items():
                 _c10d._register_process_group(name, group)
 
 
@@ -156,16 +150,13 @@ def replace(
     for owner in (dist, distributed_c10d):
         replacements.function(owner, "split_group", split_group)
     replacements.function(distributed_c10d, "_new_process_group_helper", new_group)
-    for name, change in (
-        ("_register_process_group", lambda groups, name, group: groups.update({name: group})),
-        ("_unregister_process_group", lambda groups, name: groups.pop(name, None)),
-        ("_unregister_all_process_groups", lambda groups: groups.clear()),
-    ):
-        replacements.function(
-            distributed_c10d,
-            name,
-            lambda original, *args, change=change: _change_names(change, *args),
-        )
+    changes: dict[str, Any] = {
+        "_register_process_group": dict.__setitem__,
+        "_unregister_process_group": lambda groups, name: groups.pop(name, None),
+        "_unregister_all_process_groups": dict.clear,
+    }
+    for name, change in changes.items():
+        replacements.function(distributed_c10d, name, partial(_change_names, change))
     for name in _STORES:
         substitute = _substitute(getattr(dist, name), replacements.is_simulated, open_store)
         for module in (dist, distributed_c10d, rendezvous):
@@ -188,8 +179,11 @@ def hide_from_compiler(owner: type) -> None:
 _connect: Callable[..., Any] | None = None
 
 
-def _change_names(change: Callable[..., object], *args: Any) -> None:
-    rank_world().process_state.group_names.change(lambda groups: change(groups, *args))
+def _change_names(change: Callable[..., object], original: Any, *args: Any) -> None:
+    """Change the groups of the calling rank by name."""
+    groups = rank_world().process_state.group_names
+    change(groups, *args)
+    groups.register_in_thread()
 
 
 def _create(options: Any, backend_options: Any) -> Any:
