@@ -332,6 +332,15 @@ def test_a_program_gets_its_arguments_a_folder_and_a_prefix_for_its_output(
         (["{script}", "--schedule", "3:1,2:1"], "ascending places"),
         (["{script}", "--limit", "soon"], "must be a time such as 90s"),
         (["{script}", "--deviations", "-1"], "'-1' must be an integer from 0"),
+        (
+            ["{script}", "--link", "fast"],
+            "link='fast' must be BANDWIDTH,LATENCY such as 1Gbit,20ms",
+        ),
+        (
+            ["{script}", "--link", "1Gbit,20ms", "--compute", "0ms"],
+            "time '0ms' must be a number above 0 of s, ms or us",
+        ),
+        (["{script}", "--compute", "120ms"], "arguments --compute and --trace need --link"),
     ],
 )
 def test_bad_usage(arguments: list[str], message: str, tmp_path: Path, capsys: Any) -> None:

@@ -55,6 +55,15 @@ def test_S1_identity_on_uneven_nodes():
         ({"world_size": 3, "nodes": (4, -1)}, ValueError, "nodes=(4, -1) must be"),
         ({"world_size": 3, "nodes": (3, 0)}, ValueError, "each at least 1"),
         ({"world_size": 3, "seed": "a"}, TypeError, "seed='a' must be an int"),
+        (
+            {"world_size": 2, "compute": 1.0},
+            ValueError,
+            "compute=1.0 must be seconds or .* with a link",
+        ),
+        *(
+            ({"world_size": 2, "link": "1Gbit,1ms", "compute": value}, ValueError, "compute=")
+            for value in (-1.0, "x")
+        ),
     ],
 )
 def test_bad_arguments(arguments, error, message):

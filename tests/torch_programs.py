@@ -293,45 +293,33 @@ def collectives(exact: bool) -> list[Any]:
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
             dist.all_reduce(x := numbers(3, 2, dtype=dtype), op)
             out.append(x)
-    dist.all_reduce(x := numbers(5, dtype=torch.int64), dist.ReduceOp.BOR)
-    out.append(x)
-    dist.reduce(x := numbers(3), 1)
-    out.append(x if rank == 1 else None)
-    dist.broadcast(x := numbers(3), 1)
-    out.append(x)
-    dist.all_gather(xs := [torch.zeros(2, 3) for _ in range(n)], numbers(2, 3))
-    out += xs
-    dist.all_gather_into_tensor(x := torch.zeros(n * 2, 3), numbers(2, 3))
-    out.append(x)
-    dist.gather(numbers(3), xs := [torch.zeros(3) for _ in range(n)] if rank == 0 else None, 0)
-    out += xs or []
-    dist.scatter(x := torch.zeros(3), [numbers(3) + i for i in range(n)] if rank == 1 else None, 1)
-    out.append(x)
-    dist.reduce_scatter(x := torch.zeros(3), [numbers(3) + i for i in range(n)])
-    out.append(x)
-    dist.reduce_scatter_tensor(x := torch.zeros(3), numbers(n * 3))
-    out.append(x)
-    dist.all_to_all_single(x := torch.zeros(n * 2), numbers(n * 2))
-    out.append(x)
-    sent, received = [rank + 1] * n, [r + 1 for r in range(n)]
-    dist.all_to_all_single(x := torch.zeros(sum(received)), numbers(sum(sent)), received, sent)
-    out.append(x)
+    dist.all_reduce(ored := numbers(5, dtype=torch.int64), dist.ReduceOp.BOR)
+    dist.reduce(reduced := numbers(3), 1)
+    dist.broadcast(sent := numbers(3), 1)
+    dist.all_gather(listed := [torch.zeros(2, 3) for _ in range(n)], numbers(2, 3))
+    dist.all_gather_into_tensor(gathered := torch.zeros(n * 2, 3), numbers(2, 3))
+    parts = [torch.zeros(3) for _ in range(n)] if rank == 0 else None
+    dist.gather(numbers(3), parts, 0)
+    inputs = [numbers(3) + i for i in range(n)]
+    dist.scatter(scattered := torch.zeros(3), inputs if rank == 1 else None, 1)
+    dist.reduce_scatter(summed := torch.zeros(3), inputs)
+    dist.reduce_scatter_tensor(part := torch.zeros(3), numbers(n * 3))
+    dist.all_to_all_single(equal := torch.zeros(n * 2), numbers(n * 2))
+    sizes, received = [rank + 1] * n, [r + 1 for r in range(n)]
+    uneven = torch.zeros(sum(received))
+    dist.all_to_all_single(uneven, numbers(sum(sizes)), received, sizes)
     works = [
         dist.all_reduce(x := numbers(4), async_op=True),
         dist.broadcast(y := numbers(2), 0, async_op=True),
+        dist.all_gather_into_tensor(z := torch.zeros(n * 2), numbers(2), async_op=True),
     ]
-    works.append(dist.all_gather_into_tensor(z := torch.zeros(n * 2), numbers(2), async_op=True))
     for work in works:
         work.wait()
-    out += [x, y, z]
-    out.append(
-        dist.all_reduce(numbers(4), async_op=True)
-        .get_future()
-        .then(lambda future: future.value()[0] * 2)
-        .wait()
-    )
+    future = dist.all_reduce(numbers(4), async_op=True).get_future()
+    doubled = future.then(lambda future: future.value()[0] * 2).wait()
     dist.monitored_barrier()
-    return out
+    out += [ored, reduced if rank == 1 else None, sent, *listed, gathered, *(parts or [])]
+    return [*out, scattered, summed, part, equal, uneven, x, y, z, doubled]
 
 
 def objects(exact: bool) -> list[Any]:

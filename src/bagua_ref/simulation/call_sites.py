@@ -1,4 +1,4 @@
-"""Which lines of the user's code met in each collective of a run: its call sites."""
+"""Call sites: the lines of the user's code that met in each collective of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def joined_calls(log: Sequence[Sequence[RankCall]]) -> Iterator[list[RankCall]]:
 
 
 def _odd_one(row: Sequence[RankCall]) -> RankCall | None:
-    """Return a call of a collective that comes from a line of its own, and not as its root's."""
+    """Return a call from a line that other ranks are not at, unless it is its root's."""
     sites = Counter(map(site, row))
     if len(sites) < 2:
         return None
@@ -52,7 +52,7 @@ def _text(row: Sequence[RankCall], odd: RankCall) -> str:
 
 
 def meetings(log: Sequence[Sequence[RankCall]]) -> list[str]:
-    """Return where calls of different lines first met, once for each pair of lines."""
+    """Describe each pair of different lines whose calls met, where they first met."""
     found: dict[frozenset[str], str] = {}
     for row in joined_calls(log):
         odd = _odd_one(row)
@@ -82,8 +82,8 @@ def shifted(log: Sequence[Sequence[RankCall]]) -> tuple[str, RankCall] | None:
 
 
 def different_counts(log: Sequence[Sequence[RankCall]], waiting: Sequence[RankCall]) -> str:
-    """Return how often each rank came to a line in which some wait, if all came to it, and some
-    more often; else "".
+    """Describe how many calls each rank has made at a line where some ranks wait; "" unless all
+    ranks came to it, some more often.
     """
     for call in {(call.file, call.line): call for call in waiting}.values():
         counts = [sum((c.file, c.line) == (call.file, call.line) for c in calls) for calls in log]

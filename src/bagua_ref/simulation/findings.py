@@ -103,8 +103,8 @@ def own_error(seen: Observation) -> Finding | None:
 
 
 def notes(seen: Observation) -> list[str]:
-    """Return what is odd in a run beside its hints: calls of different lines that met, and steps on
-    gradients that nothing has reduced.
+    """Return hints about one run: calls of different lines that met, and steps on gradients that
+    nothing has reduced.
     """
     found = [] if _is_joined(seen.steps) else meetings(seen.log)
     return found if seen.kind else found + _unreduced(seen.steps, seen.largest)
@@ -163,7 +163,7 @@ def name_shift(
     *,
     is_joined: bool = False,
 ) -> None:
-    """Make the collective from which on the ranks' lines differ the headline of an error."""
+    """Put first in an error's message the collective from which on the ranks' lines differ."""
     shift = None if is_joined else shifted(log)
     counts = different_counts(log, waiting)
     if shift is not None:
@@ -203,17 +203,17 @@ def minority(calls: Sequence[RankCall]) -> RankCall:
 
 
 def after(last: Sequence[RankCall]) -> str:
-    """Return after which call a rank has ended, if it has made one."""
+    """Describe the last call of a rank that has ended, if it has made one."""
     return "".join(f" after {_called(call)}" for call in last) or " without any communication"
 
 
 def waits(calls: Sequence[RankCall]) -> list[str]:
-    """Return who waits for whom, in which call, since which line: once for ranks that do the same."""
+    """Describe who waits for whom, in which call, since which line; ranks that do the same once."""
     return _by_ranks(calls, "wait", _waited)
 
 
 def mismatch(calls: Sequence[RankCall]) -> str:
-    """Return the calls of one group that met, but do not match."""
+    """Describe the calls of one group that met, but do not match."""
     each = ", but ".join(_by_ranks(calls, "call", _called))
     return f"calls do not match: {each} in group {calls[0].group!r}"
 
@@ -370,7 +370,7 @@ def used_early(first: Observation, line: tuple[str, int] | None) -> Finding:
 
 
 def _changed(first: Observation, seen: Observation) -> tuple[int, RankCall] | None:
-    """Return the first communication that sends something else in the second run, with its number."""
+    """Return number and call of the first communication that sends something else later."""
     pairs: Any = zip if seen.kind else zip_longest  # a run that fails has fewer
     changed = [
         (number, rank)

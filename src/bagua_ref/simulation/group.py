@@ -74,7 +74,7 @@ class Call:
         )
 
     def locate(self) -> None:
-        """Take down the line of the user's code that is calling."""
+        """Record the line of the user's code that is calling."""
         self.file, self.line = call_site(sys._getframe(1))
 
     def finish(self, error: Exception | None = None) -> None:
@@ -214,8 +214,8 @@ class SimulatedGroup:
             self._complete([calls[rank] for rank in range(len(self.ranks))], function)
 
     def post_message(self, call: Call, peer: int | None, tag: int = 0) -> None:
-        """Send a message to rank ``peer`` of the group, which is read when the receiver is there, or
-        receive one from it, or from any rank if it is None.
+        """Send a message to rank ``peer`` of the group, which is read when the receiver is there,
+        or receive one from it, or from any rank if it is None.
         """
         self.scheduler.on_communication(call)
         self.check()

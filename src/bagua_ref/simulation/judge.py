@@ -192,11 +192,9 @@ class _Judge:
         self._report.values = [pickle.loads(value) for _, value in sorted(first.values.items())]  # noqa: S301 # of our own fork
         if fault is not None:
             return after_fault(self._one(Order()), first)
-        self._hash_seed_orders = [Order(hash_seed=seed) for seed in self._search.hash_seeds]
-        if not first.uses_hashes:
-            self._hash_seed_orders = []
-        if self._program.function is not None or self._search.schedule is not None:
-            self._hash_seed_orders = []
+        alone = self._program.function is not None or self._search.schedule is not None
+        seeds = () if alone or not first.uses_hashes else self._search.hash_seeds
+        self._hash_seed_orders = [Order(hash_seed=seed) for seed in seeds]
         self._faulty_orders = [
             Order(fault=Fault(kind, rank, number))
             for kind in self._search.faults
@@ -288,7 +286,7 @@ class _Judge:
         return None
 
     def _plan(self, runs: int) -> None:
-        """Note that so many runs are left before those of the last two phases."""
+        """Set the number of planned runs: ``runs`` more, and those of the last two phases."""
         self._report.planned = (
             self._report.runs + runs + len(self._hash_seed_orders) + len(self._faulty_orders)
         )
@@ -330,9 +328,7 @@ class _Judge:
         return first_difference(first, seen, self._search.compares_stdout)
 
     def _examined(self, seen: Observation) -> Finding | None:
-        """Return an error of the same kind as a schedule's, in one with as few of its deviations as
-        possible.
-        """
+        """Return a run's error, shrunk to a schedule with as few of its deviations as possible."""
         finding = self._differs(seen)
         if finding is None:
             return None

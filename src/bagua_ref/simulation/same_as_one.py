@@ -1,5 +1,5 @@
-"""Whether a training step on several ranks is that of one process: a sample or token must weigh the
-same on whichever rank, and in whichever microbatch, it lands.
+"""Comparison of a training step on several ranks with that of one process: a sample or token must
+weigh the same on whichever rank, and in whichever microbatch, it lands.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class SameAsOne:
 @dataclass
 class _Step:
     """One rank's tensors in a step: gradients after the last backward, those that the optimizer
-    used, and the weights after it; by the parameter's identity until the step is over, then by name.
+    used, and the weights after it; by the parameter's identity until the step is over, then by
+    name.
     """
 
     touched: dict[Any, Tensor] = field(default_factory=dict)

@@ -188,7 +188,7 @@ class Scheduler:
         return task
 
     def forget(self) -> None:
-        """Make no thread one of the simulation's, in a process that was forked from it."""
+        """Disown the calling thread, in a process that was forked from the simulation."""
         self._current = None
 
     def ticket(self, what: str, collective: bool = False, call: Any = None) -> Ticket:

@@ -43,8 +43,7 @@ from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 
 
 class Span(NamedTuple):
-    """What a rank's thread, its main thread if that is empty, does from ``began`` to ``ended``, in
-    virtual seconds.
+    """One interval of a rank's timeline, in virtual seconds; ``thread`` is "" for the main thread.
 
     Its ``kind`` is ``"compute"``, ``"wait"``, ``"sleep"``, or ``"communication"``, which goes on
     beside the others.
@@ -74,7 +73,7 @@ class Timeline:
     seconds: float = 0.0
     messages: Counter[Message] = field(default_factory=Counter)
 
-    def exposed_seconds(self, rank: int, began: float = 0.0, ended: float = math.inf) -> float:
+    def exposed_seconds(self, rank: int, began: float, ended: float) -> float:
         """Return how long a rank's main thread only waits, between two times."""
         waits = (
             span
@@ -375,7 +374,7 @@ class Timing:
             self._scheduler.sleep(seconds, _COMPUTING)
 
     def _charge(self) -> None:
-        """Let the CPU time pass that the calling thread has used since the last time."""
+        """Advance the virtual clock by the CPU time of the calling thread since the last call."""
         if self._measures and self._scheduler.is_calling():
             self._spend(time.thread_time() - self._marks.get(self._scheduler.calling(), 0.0))
             self._mark()
@@ -410,13 +409,13 @@ class Timing:
             self._depth[current_world().identity.rank] -= 1
 
     def _reached(self, rank: int, seconds: float, gradient: Tensor) -> None:
-        """Let the time pass that a parameter's gradient takes."""
+        """Spend the backward time of a parameter whose gradient has arrived."""
         seconds = min(seconds, self._owed[rank])
         self._owed[rank] -= seconds
         self._spend(seconds)
 
     def _settle(self) -> None:
-        """Let the time of parameters without gradients pass, before an optimizer step."""
+        """Spend the backward time of parameters without gradients, before an optimizer step."""
         self._charge()
         rank = current_world().identity.rank
         if self._owed[rank] > 1e-9 * self._compute:

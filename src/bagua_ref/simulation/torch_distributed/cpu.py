@@ -82,37 +82,29 @@ class _Stream(_Event):
     record_event = wait_event = wait_stream = _nothing
 
 
-def _properties(device: Any = None) -> Any:
-    return SimpleNamespace(
+_ANSWERS: dict[str, Any] = {
+    "is_available": True,
+    "is_initialized": True,
+    "is_bf16_supported": True,
+    "get_device_name": "CPU",
+    "get_device_capability": (0, 0),
+    "get_device_properties": SimpleNamespace(
         name="CPU", major=0, minor=0, total_memory=2**36, multi_processor_count=1
-    )
-
-
-_FUNCTIONS: dict[str, Any] = {
-    "is_available": lambda: True,
-    "is_initialized": lambda: True,
-    "is_bf16_supported": lambda *args: True,
-    "device_count": lambda: rank_world().identity.local_world_size,
-    "current_device": lambda: rank_world().identity.local_rank,
-    "get_device_name": lambda device=None: "CPU",
-    "get_device_capability": lambda device=None: (0, 0),
-    "get_device_properties": _properties,
-    "mem_get_info": lambda device=None: (2**36, 2**36),
-    "memory_allocated": lambda device=None: 0,
-    "memory_reserved": lambda device=None: 0,
-    "max_memory_allocated": lambda device=None: 0,
-    "max_memory_reserved": lambda device=None: 0,
-    "memory_stats": lambda device=None: {},
-    "get_rng_state": lambda device=None: torch.get_rng_state(),
-    "get_rng_state_all": lambda: [torch.get_rng_state()],
-    "current_stream": lambda device=None: _Stream(),
-    "default_stream": lambda device=None: _Stream(),
-    "stream": lambda stream: contextlib.nullcontext(stream),
-    "device": lambda device: contextlib.nullcontext(device),
+    ),
+    "mem_get_info": (2**36, 2**36),
+    "get_memory_info": (2**36, 2**36),
+    "memory_allocated": 0,
+    "memory_reserved": 0,
+    "max_memory_allocated": 0,
+    "max_memory_reserved": 0,
+    "memory_stats": {},
 } | dict.fromkeys(
     (
         "init",
         "set_device",
+        "set_device_idx",
+        "set_device_index",
+        "set_stream",
         "synchronize",
         "empty_cache",
         "manual_seed",
@@ -120,26 +112,36 @@ _FUNCTIONS: dict[str, Any] = {
         "reset_peak_memory_stats",
         "set_rng_state",
         "set_rng_state_all",
-    ),
-    _nothing,
+    )
 )
-"""What simulated ranks find in ``torch.cuda``."""
+"""What functions of ``torch.cuda`` and ``torch.accelerator`` return on simulated ranks."""
 
-_ACCELERATOR: dict[str, Any] = {
+
+def _local_rank() -> int:
+    return rank_world().identity.local_rank
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "device_count": lambda: rank_world().identity.local_world_size,
+    "current_device": _local_rank,
+    "current_device_index": _local_rank,
+    "current_device_idx": _local_rank,
     "current_accelerator": lambda check_available=False: torch.device("cpu"),
-    "device_index": _FUNCTIONS["device"],
-    "current_device_index": _FUNCTIONS["current_device"],
-    "current_device_idx": _FUNCTIONS["current_device"],
-    "set_device_index": _nothing,
-    "set_device_idx": _nothing,
-    "set_stream": _nothing,
-    "get_memory_info": _FUNCTIONS["mem_get_info"],
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "get_rng_state_all": lambda: [torch.get_rng_state()],
+    "current_stream": lambda device=None: _Stream(),
+    "default_stream": lambda device=None: _Stream(),
+    "stream": contextlib.nullcontext,
+    "device": contextlib.nullcontext,
+    "device_index": contextlib.nullcontext,
 }
-"""What they find in ``torch.accelerator``, beside functions of the same names."""
+"""Those that compute something."""
 
 
 def replace_cuda(replacements: Replacements) -> None:
-    """Replace the functions of ``torch.cuda`` and ``torch.accelerator``, and what DDP and process groups do with devices."""
+    """Replace the functions of ``torch.cuda`` and ``torch.accelerator``, and what DDP and process
+    groups do with devices.
+    """
 
     def without_devices(original: Any, *args: Any, **options: Any) -> Any:
         for name in ("device_ids", "output_device", "device_id", "pin_memory"):
@@ -148,17 +150,16 @@ def replace_cuda(replacements: Replacements) -> None:
 
     replacements.put(torch.cuda, "Event", _Event)
     replacements.put(torch.cuda, "Stream", _Stream)
-    for module, functions in (
-        (torch.cuda, _FUNCTIONS),
-        (torch.accelerator, _FUNCTIONS | _ACCELERATOR),
-    ):
-        for name in functions.keys() & vars(module).keys():
+    for module in (torch.cuda, torch.accelerator):
+        for name in _ANSWERS.keys() & vars(module).keys():
+            replacements.function(
+                module, name, lambda original, *args, name=name, **options: _ANSWERS[name]
+            )
+        for name in _FUNCTIONS.keys() & vars(module).keys():
             replacements.function(
                 module,
                 name,
-                lambda original, *args, function=functions[name], **options: function(
-                    *args, **options
-                ),
+                lambda original, *args, name=name, **options: _FUNCTIONS[name](*args, **options),
             )
     replacements.function(
         torch.nn.Module,

@@ -127,7 +127,8 @@ def replace(
         if group in world.pg_map:  # callers look for gloo by name
             world.pg_map[group] = ("gloo", world.pg_map[group][1])
             world.pg_backend_config[group] = "cpu:gloo"
-            group.is_nccl = "nccl" in str(backend)
+            # other groups inherit the name that callers see
+            group.is_nccl = "nccl" in str(backend) or getattr(world.default_pg, "is_nccl", False)
         return group, store
 
     def split_group(
