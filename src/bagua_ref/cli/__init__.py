@@ -28,12 +28,12 @@ def run(parser: Parser, arguments: Namespace) -> int:
             outcome: Outcome = command.run(arguments)
         if outcome.text and not arguments.json:
             print(outcome.text)
+        files = {**outcome.files}
         if outcome.result is not None and (arguments.json or arguments.json_file):
             text = json.dumps(outcome.result, indent=2) + "\n"
             print(text if arguments.json else "", end="")
-            if arguments.json_file:
-                write_file(arguments.json_file, text)
-        for path, text in outcome.files:
+            files |= {arguments.json_file: text} if arguments.json_file else {}
+        for path, text in files.items():
             write_file(path, text)
         sys.stdout.flush()
     except KeyboardInterrupt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     text: str
     result: Any
     code: int = 0
-    files: Sequence[tuple[Path, str]] = ()
+    files: Mapping[Path, str] = {}
 
 
 def write_file(path: Path, text: str) -> None:

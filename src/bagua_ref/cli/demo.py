@@ -280,10 +280,10 @@ def run(arguments: Namespace) -> Outcome:
     page = arguments.output / "index.html"
     text += f"\nCurves: {page}"
     text += "\nNext: bagua-ref advise, which predicts times for your model and network"
-    files = [
-        (arguments.output / "results.json", json.dumps(results, indent=2) + "\n"),
-        (page, _page(title, outcomes, settings)),
-    ]
+    files = {
+        arguments.output / "results.json": json.dumps(results, indent=2) + "\n",
+        page: _page(title, outcomes, settings),
+    }
     return Outcome(text, results, files=files)
 
 

@@ -90,7 +90,7 @@ def run(arguments: Namespace) -> Outcome:
         return Outcome("", None)
     text = f"{_text(result)}\nCosts: {arguments.output}"
     text += f"\nNext: bagua-ref advise --measured {arguments.output}"
-    files = [(arguments.output, json.dumps(result, indent=2) + "\n")]
+    files = {arguments.output: json.dumps(result, indent=2) + "\n"}
     return Outcome(text, result, files=files)
 
 

@@ -67,7 +67,7 @@ def run(arguments: Namespace) -> Outcome:
     except (ValueError, TypeError, AttributeError, ImportError, OSError, BaguaError) as error:
         raise CommandError(str(error)) from None
     end_progress()
-    files = [] if arguments.junit is None else [(arguments.junit, report.to_junit())]
+    files = {} if arguments.junit is None else {arguments.junit: report.to_junit()}
     code = 0 if report.passed else 1 if report.ran else 2
     lines = [str(report)]
     if code == 1:

@@ -451,7 +451,9 @@ def count(
                     optimizer.step()
                 memory.append((lazy.live, lazy.peak - lazy.live))
             states = [list(one.values()) for o in optimizers for one in o.state.values()]
-            usual = sum(x.nbytes for x in (*parameters, *parameters, *_tensors_in(states)))
+            usual = sum(
+                x.nbytes for x in (*parameters, *parameters, *model.buffers(), *_tensors_in(states))
+            )
         finally:
             world.phase = ""
             training.withdraw()
