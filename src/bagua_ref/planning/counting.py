@@ -270,6 +270,29 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
+_results: dict[Any, Any] = {}
+"""Operation and the shapes of its tensors -> its results as meta tensors, or None if it must run."""
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_key, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _result_of(func: Any, args: Any, kwargs: dict[str, Any], makes: bool) -> Any:
+    """Return the entry of `_results` for ``func``, which makes a tensor of no others or of one."""
+    on_meta, options = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    if makes or options.get("device") is not None:
+        options["device"] = "meta"
+    try:
+        result = func(*on_meta, **options)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None  # the shape of the result depends on values
+    inputs, results = _tensors_in((*args, *kwargs.values())), _tensors_in([result])
+    return result if makes or _are_floats(results) or _are_floats(inputs) else None
+
+
 class _Lazy(TorchDispatchMode):
     """A mode in which large floats are zeros without memory: operations that read or write only them
     are skipped, and their results are zeros. Those on integers run, as sizes of messages may depend
@@ -302,16 +325,14 @@ class _Lazy(TorchDispatchMode):
             return None if not schema.returns else written[0] if len(written) == 1 else written
         if any(value.alias_info for value in schema.returns):  # a view
             return func(*args, **kwargs)
-        on_meta, options = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-        if makes or options.get("device") is not None:
-            options["device"] = "meta"
-        try:
-            result = func(*on_meta, **options)
-        except (RuntimeError, TypeError, NotImplementedError):
-            return func(*args, **kwargs)  # the shape of the result depends on values
-        results = list(_tensors_in([result]))
-        if not (makes or _are_floats(results) or _are_floats(tensors)):
+        key = func, _key((*args, *kwargs.items()))
+        if key not in _results:
+            _results[key] = _result_of(func, args, kwargs, makes)
+        result = _results[key]
+        if result is None:
             return func(*args, **kwargs)
+        if isinstance(result, Tensor):  # which is faster than the next line
+            return self._zeros(result)
         return tree_map_only(Tensor, self._zeros, result)
 
     def _zeros(self, like: Tensor) -> Tensor:
