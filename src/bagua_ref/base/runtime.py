@@ -81,7 +81,6 @@ class Thread(Protocol):
     """A thread started by `World.spawn`."""
 
     def join(self, timeout: float | None = None) -> None: ...  # noqa: D102
-    def is_alive(self) -> bool: ...  # noqa: D102
 
 
 class FairLock:

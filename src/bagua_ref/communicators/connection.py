@@ -10,7 +10,7 @@ import traceback
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -190,7 +190,8 @@ class Connection:
             raise self._kind_of_end(f"{collective} on {self._title}: {why}")
         group = works = work = None
         try:
-            self._check_open(collective)
+            if self._closed:
+                raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
             group = self._nccl_group() if over_nccl else self._gloo
             works = start(group)
             if not waits:
@@ -208,7 +209,15 @@ class Connection:
                         self._seconds,
                     )
                 return
-            with self._waiting(collective, peers, place):
+            self._place = f"{self.name}/{place}" if place else self._next_place(peers)
+            with self._peers.waiting(
+                f"in {collective} of group {self.name!r}",
+                self._place,
+                self._members(peers),
+                self.interrupt,
+                is_background_thread(),
+                self._seconds,
+            ):
                 for work in works:
                     # gloo cannot split the wait of send and recv into short ones
                     if peers is not None and self.memory is None:
@@ -275,10 +284,6 @@ class Connection:
             self._drop()
             self._turn.release()
 
-    def _check_open(self, collective: str) -> None:
-        if self._closed:
-            raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
-
     def _members(self, peers: Collection[int] | None) -> Sequence[int]:
         return self.ranks if peers is None else [self.ranks[peer] for peer in {self.rank, *peers}]
 
@@ -286,19 +291,6 @@ class Connection:
         if peers is None:
             self._collectives += 1
         return f"{self.name}/{self._collectives if peers is None else 'exchange'}"
-
-    def _waiting(
-        self, collective: str, peers: Collection[int] | None, place: str
-    ) -> AbstractContextManager[None]:
-        self._place = f"{self.name}/{place}" if place else self._next_place(peers)
-        return self._peers.waiting(
-            f"in {collective} of group {self.name!r}",
-            self._place,
-            self._members(peers),
-            self.interrupt,
-            is_background_thread(),
-            self._seconds,
-        )
 
     def _wait_in_ticks(self, work: Any) -> None:
         while True:

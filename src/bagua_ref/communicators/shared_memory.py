@@ -22,7 +22,7 @@ from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.pipelining import OtherCallError, compute
 from bagua_ref.communicators.processes import machine
-from bagua_ref.communicators.sockets import Mesh, Peer, Until
+from bagua_ref.communicators.sockets import TAKEN, Mesh, Peer, Until
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
@@ -85,7 +85,7 @@ class _Pipe:
         """Let the peer fill that slot again."""
         self.peer.filled.popleft()
         self._taken += 1
-        self.peer.send_taken()
+        self.peer.send(TAKEN, 0)
 
 
 class SharedMemory:

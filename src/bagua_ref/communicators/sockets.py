@@ -38,10 +38,10 @@ _TOKEN = 16
 four bytes.
 """
 _HEADER = struct.Struct("<qq")
-"""The beginning of a message: `_INTS` and how many follow; `_TAKEN` and 0; or, about a piece in
+"""The beginning of a message: `_INTS` and how many follow; `TAKEN` and 0; or, about a piece in
 shared memory, the collective that it belongs to, 2**32 or more, and its tensor's size in bytes.
 """
-_TAKEN, _INTS = 0, 1
+TAKEN, _INTS = 0, 1
 
 
 def connect_all(
@@ -190,10 +190,6 @@ class Peer:
         if sent < len(message):
             raise RuntimeError(f"rank {self.rank} of the group does not read its messages")
 
-    def send_taken(self) -> None:
-        """Let the other rank fill a slot of its memory again."""
-        self.send(_TAKEN, 0)
-
     def read(self) -> bool:
         """Read what has come; return whether that was anything."""
         received = b""
@@ -215,7 +211,7 @@ class Peer:
                 break
             if kind == _INTS:
                 self.ints.append(struct.unpack_from(f"<{size}q", data, begin + _HEADER.size))
-            elif kind == _TAKEN:
+            elif kind == TAKEN:
                 self.taken += 1
             else:
                 self.filled.append((kind, size))

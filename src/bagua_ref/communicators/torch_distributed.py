@@ -166,13 +166,8 @@ class TorchDistributedCommunicator(Communicator):
         if not tensor.numel():
             return
         if self._shared_memory(tensor) is not None:
-            peers = [peer for peer in range(self._nranks) if peer != src]
-            sends, recvs = (
-                ([(tensor, peer) for peer in peers], [])
-                if self._rank == src
-                else ([], [(tensor, src)])
-            )
-            self._exchange(sends, recvs, call)
+            is_src = self._rank == src
+            self._trade([tensor if is_src else None] * self._nranks, self._only(src, tensor), call)
             return
         here = self._reachable(tensor)
         self._run("broadcast", here, lambda group: [group.broadcast(bytes_of(here), src)])
@@ -180,25 +175,13 @@ class TorchDistributedCommunicator(Communicator):
 
     def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, call: str = "") -> None:
         call = call or self._agree(f"gather(dst={dst})", send_tensor)
-        if self._rank != dst:
-            self._exchange([(send_tensor, dst)], [], call)
-            return
-        chunks = self._chunks(recv_tensor)
-        self._exchange(
-            [], [(chunk, peer) for peer, chunk in enumerate(chunks) if peer != dst], call
-        )
-        chunks[dst].copy_(bytes_of(send_tensor))
+        incoming = self._chunks(recv_tensor) if self._rank == dst else [None] * self._nranks
+        self._trade(self._only(dst, send_tensor), incoming, call)
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
         call = self._agree(f"scatter(src={src})", recv_tensor)
-        if self._rank != src:
-            self._exchange([], [(recv_tensor, src)], call)
-            return
-        chunks = self._chunks(send_tensor)
-        self._exchange(
-            [(chunk, peer) for peer, chunk in enumerate(chunks) if peer != src], [], call
-        )
-        bytes_of(recv_tensor).copy_(chunks[src])
+        outgoing = self._chunks(send_tensor) if self._rank == src else [None] * self._nranks
+        self._trade(outgoing, self._only(src, recv_tensor), call)
 
     def _overlapping(
         self, collective: str, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap
@@ -210,27 +193,38 @@ class TorchDistributedCommunicator(Communicator):
         moves_own = collective == "alltoall"
         outgoing = self._chunks(send_tensor) if moves_own else [send_tensor] * self._nranks
         incoming = self._chunks(recv_tensor)
+        sent, received = outgoing[self._rank], incoming[self._rank]
 
         def fill(piece: slice) -> None:
             overlap.fill(piece.stop)
             if moves_own:
-                incoming[self._rank][piece].copy_(outgoing[self._rank][piece])
+                received[piece].copy_(sent[piece])
 
-        self._trade(outgoing, incoming, call, fill, lambda piece: overlap.read(piece.stop))
+        others = [None if peer == self._rank else tensor for peer, tensor in enumerate(outgoing)]
+        self._trade(others, incoming, call, fill, lambda piece: overlap.read(piece.stop))
+
+    def _only(self, peer: int, tensor: Tensor) -> list[Tensor | None]:
+        """Return the tensors by rank of which only ``peer`` has one."""
+        return [tensor if rank == peer else None for rank in range(self._nranks)]
 
     def _trade(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], call: str, *how: Any
+        self,
+        outgoing: Sequence[Tensor | None],
+        incoming: Sequence[Tensor | None],
+        call: str,
+        *how: Any,
     ) -> None:
-        """Exchange a tensor with every other rank, both lists in rank order; ``how`` as for
-        `_exchange`. Collective.
+        """Send and receive a tensor or None, which is nothing, for each rank, in rank order, this
+        one included; ``how`` as for `_exchange`.
         """
-        peers = [peer for peer in range(self._nranks) if peer != self._rank]
-        self._exchange(
-            [(outgoing[peer], peer) for peer in peers],
-            [(incoming[peer], peer) for peer in peers],
-            call,
-            *how,
+        sent, received = outgoing[self._rank], incoming[self._rank]
+        if sent is not None and received is not None and sent is not received:
+            bytes_of(received).copy_(bytes_of(sent))
+        sends, recvs = (
+            [(x, peer) for peer, x in enumerate(part) if x is not None and peer != self._rank]
+            for part in (outgoing, incoming)
         )
+        self._exchange(sends, recvs, call, *how)
 
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor, call: str = "") -> None:
         call = call or self._agree("allgather()", send_tensor)
@@ -242,9 +236,7 @@ class TorchDistributedCommunicator(Communicator):
             )
             return
         # Receive in place: gloo's all-gather uses a buffer and takes twice the time.
-        chunks = self._chunks(recv_tensor)
-        chunks[self._rank].copy_(bytes_of(send_tensor))
-        self._trade([send_tensor] * self._nranks, chunks, call)
+        self._trade([send_tensor] * self._nranks, self._chunks(recv_tensor), call)
 
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor, call: str = "") -> None:
         call = call or self._agree("alltoall()", send_tensor)
@@ -257,9 +249,7 @@ class TorchDistributedCommunicator(Communicator):
                 ],
             )
             return
-        outgoing, incoming = self._chunks(send_tensor), self._chunks(recv_tensor)
-        incoming[self._rank].copy_(outgoing[self._rank])
-        self._trade(outgoing, incoming, call)
+        self._trade(self._chunks(send_tensor), self._chunks(recv_tensor), call)
 
     # Reduction: the library's where possible; otherwise chunks are exchanged and `combine` reduces
     # them.

@@ -424,29 +424,22 @@ def _destroy(world: World, error: BaseException | None) -> None:
             if group.before_destruction is not None:
                 group.before_destruction()
     finally:
-        _close(world, job, groups, error)
-
-
-def _close(
-    world: World, job: _Job, groups: list[BaguaProcessGroup], error: BaseException | None
-) -> None:
-    if job.owns_transport:
-        cast(TorchDistributedTransport, job.transport).peers.leave(
-            error, None if world.meter is None else world.meter.steps
-        )
-    world.default_group = None
-    for group in groups:
-        group.close()
-    if not job.owns_transport:
-        return
-    job.transport.close()
-    world.transport = world.meter = None
-    world.known_identity = None
-    atexit.unregister(_destroy_at_exit)
-    let_gloo_rest()
-    job.torch_group = None
-    if job.owns_torch_group and dist.is_initialized():
-        dist.destroy_process_group()
+        if job.owns_transport:
+            cast(TorchDistributedTransport, job.transport).peers.leave(
+                error, None if world.meter is None else world.meter.steps
+            )
+        world.default_group = None
+        for group in groups:
+            group.close()
+        if job.owns_transport:
+            job.transport.close()
+            world.transport = world.meter = None
+            world.known_identity = None
+            atexit.unregister(_destroy_at_exit)
+            let_gloo_rest()
+            job.torch_group = None
+            if job.owns_torch_group and dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def _destroy_at_exit(world: World, pid: int) -> None:
