@@ -184,16 +184,6 @@ def outcomes(
             worker.join()
 
 
-def let_gloo_end() -> None:
-    """Let gloo's threads drop the Python callbacks of torch's communication hooks, for which they
-    need the GIL.
-
-    torch drops a group with the GIL held and waits for its threads: without a pause one worker in
-    some hundred hangs.
-    """
-    time.sleep(0.1)
-
-
 def _collect(workers: list[Any], pipes: list[Connection], limit: float) -> list[Outcome]:
     ended = [Outcome() for _ in workers]
     deadline = time.monotonic() + limit

@@ -264,19 +264,6 @@ def test_what_waits_for_no_rank_begins_a_round_on_the_marking_thread_unless_the_
     engine.close()
 
 
-def test_a_round_ends_on_the_waiting_thread_after_its_buckets() -> None:
-    threads = list[threading.Thread]()
-    engine = Engine(World())
-    engine.new_round = lambda: Recorder(end=lambda: threads.append(threading.current_thread()))
-    bucket = bucket_of("a", lambda _: threads.append(threading.current_thread()))
-    engine.register_ordered_buckets([bucket])
-    mark(bucket)
-    engine.wait_pending_comm_ops()
-    worker, waiting = threads
-    assert waiting is threading.current_thread() is not worker
-    engine.close()
-
-
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_raises(
     waits: bool,
