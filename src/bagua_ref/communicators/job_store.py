@@ -260,46 +260,32 @@ def _store_address(rank: int, world_size: int) -> tuple[int, int, tuple[str, int
     """Return this rank, the number of ranks and the store's address, None in a world of one; -1
     means as the environment says.
     """
+    launch, identity = read_launch(os.environ), Identity.from_environment()
     given = {"RANK": rank, "WORLD_SIZE": world_size}
-    if -1 not in given.values() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        launch = None
-    else:
-        launch, identity = read_launch(os.environ), Identity.from_environment()
-        unknown = (
-            [name for name, value in given.items() if value == -1 and name not in os.environ]
-            if launch is None
-            else []
-        )
+    unknown = [name for name, value in given.items() if value == -1 and name not in os.environ]
+    if launch is None and unknown:
         if len(unknown) == 2:
             return 0, 1, None
-        if unknown:
-            one, other = (
-                f"{name} (or the argument {name.lower()})"
-                for name in sorted(given, key=unknown.__contains__)
-            )
-            raise ValueError(f"{one} is set, but {other} is not; set both, as torchrun does")
-        rank, world_size = (
-            identity.rank if rank == -1 else rank,
-            identity.world_size if world_size == -1 else world_size,
+        one, other = (
+            f"{name} (or the argument {name.lower()})"
+            for name in sorted(given, key=unknown.__contains__)
         )
+        raise ValueError(f"{one} is set, but {other} is not; set both, as torchrun does")
+    rank = identity.rank if rank == -1 else rank
+    world_size = identity.world_size if world_size == -1 else world_size
     if not 0 <= rank < world_size:
         raise ValueError(
             f"rank={rank} and world_size={world_size}, as given or in the environment, must be 0 <="
             " rank < world_size"
         )
-    if launch is None:
-        _logger.info("rank %d of %d, as given or as RANK and WORLD_SIZE say", rank, world_size)
-        return rank, world_size, _address()
-    _logger.info(
-        "rank %d of %d; the variables of %s say %s", rank, world_size, launch.launcher, launch
-    )
-    if world_size == 1:
-        return 0, 1, None
-    return rank, world_size, (launch.master_address(), launch.port)
-
-
-def _address() -> tuple[str, int]:
-    """Return MASTER_ADDR and MASTER_PORT."""
+    if launch is not None:
+        _logger.info(
+            "rank %d of %d; the variables of %s say %s", rank, world_size, launch.launcher, launch
+        )
+        if world_size == 1:
+            return 0, 1, None
+        return rank, world_size, (launch.master_address(), launch.port)
+    _logger.info("rank %d of %d, as given or as RANK and WORLD_SIZE say", rank, world_size)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise ValueError(
@@ -308,4 +294,4 @@ def _address() -> tuple[str, int]:
     port = os.environ["MASTER_PORT"]
     if not port.isdecimal():
         raise ValueError(f"environment variable MASTER_PORT={port!r} must be an integer")
-    return os.environ["MASTER_ADDR"], int(port)
+    return rank, world_size, (os.environ["MASTER_ADDR"], int(port))
