@@ -108,7 +108,6 @@ FAILED, PASSED = "failed", "passed"
 DISHONEST = {
     "raises": (Raises(), ADD, FAILED, "add_ raised RuntimeError: out of cheese"),
     "exits": (kernels(_add_=raises(SystemExit(3))), ADD, FAILED, "SystemExit: 3"),
-    "interrupts": (kernels(_add_=raises(KeyboardInterrupt())), ADD, FAILED, "KeyboardInterrupt"),
     "recurses": (kernels(_add_=recurses), ADD, FAILED, "RecursionError"),
     "writes beyond the end": (
         adds(lambda x: x.as_strided((x.numel() + 1,), (1,))[-1:].zero_()),
@@ -122,16 +121,9 @@ DISHONEST = {
         FAILED,
         "memory beside x was written, -1 elements from its start",
     ),
-    "uses the storage's start": (
-        kernels(_add_=lambda self, x, y: x.as_strided(x.shape, (1,), 0).copy_(x + y)),
-        ADD,
-        FAILED,
-        "memory beside x was written",
-    ),
     "resizes its argument": (adds(lambda x: x.resize_(x.numel() + 3)), ADD, FAILED, ""),
     "returns its inputs": (kernels(_add_=lambda *given: None), ADD, FAILED, "elements differ"),
     "returns zeros": (adds(torch.Tensor.zero_), ADD, FAILED, "elements differ"),
-    "returns NaN": (adds(lambda x: x.fill_(torch.nan)), ADD, FAILED, "nan instead of"),
     "another dtype": (kernels(codecs={}, _add_scaled_=narrow), "S1.add_scaled", FAILED, "only"),
     "its dtype": (kernels(_add_scaled_=narrow), "S1.add_scaled[float32]", PASSED, ""),
     "one size": (kernels(_divide_=one_size), "S3.3.divide[float16]", FAILED, "elements differ"),

@@ -21,7 +21,6 @@ from bagua_ref.cli import main
 from bagua_ref.conformance import Report, Result, run_conformance
 from bagua_ref.conformance.checks.registry import all_checks
 from bagua_ref.conformance.clauses import CLAUSES
-from bagua_ref.conformance.lab.lab import Canary
 from bagua_ref.conformance.run.runner import check_ids
 from bagua_ref.conformance.run.search import PROFILES
 
@@ -131,17 +130,6 @@ def test_a_counterexample_is_small():
     (failed,) = on(Off(), ONE).failures()
     assert "1 of 1 elements differ" in failed.message
     assert failed.counterexample.count(",") < 15
-
-
-def test_a_canary_tells_places():
-    canary = Canary(torch.arange(6.0).view(2, 3).T[:2], shift=3)
-    assert canary.tensor.tolist() == [[0, 3], [1, 4]]
-    assert canary.changes() == ([], [])
-    canary.tensor[1, 0] = 7
-    # a gap between the rows
-    canary.tensor.as_strided((1,), (1,), canary.tensor.storage_offset() + 2)[0] = 9
-    assert canary.changes() == ([1], [2])
-    assert canary.changes() == ([], [])
 
 
 # Selection of checks, and the overall verdict

@@ -214,6 +214,13 @@ def shifts_by_empty_tensors(right, flat, tensors):
     right(flat.roll(sum(not t.numel() for t in tensors)), tensors)
 
 
+@kernel("scatter_flat", "S2.3.scatter_flat")
+def writes_between_elements(right, flat, tensors):
+    for t in tensors:
+        t.as_strided((t.numel(),), (1,)).zero_()
+    right(flat, tensors)
+
+
 @kernel("gather_flat", "S2.3.gather_flat")
 def forgets_imaginary_parts(right, tensors, out):
     right(tensors, out)

@@ -11,14 +11,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.cases.answers import answer
 from bagua_ref.conformance.cases.strategies import (
     COMPRESSIBLE,
     FLOATS,
-    Draw,
     bulk,
     mixed,
     paired_worlds,
-    seeds,
     tensors,
     worlds,
 )
@@ -30,39 +29,37 @@ from bagua_ref.conformance.cases.training_cases import (
     worlds_of,
 )
 from bagua_ref.conformance.checks.registry import check
-from bagua_ref.conformance.expected import algorithms_numpy, decentralized_numpy
+from bagua_ref.conformance.expected import decentralized_numpy
 from bagua_ref.conformance.expected.kernels_numpy import Array, array
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.lab.lab import Lab
 
 
-def _inputs(
-    lab: Lab, draw: Draw, ranks: int, multiple: int, compressed: bool = False
-) -> list[Tensor]:
+def _inputs(lab: Lab, ranks: int, multiple: int, compressed: bool = False) -> list[Tensor]:
     """Return each rank's elements; their number is a multiple of ``multiple``."""
     more = "tame" if compressed else "mixed"  # one edge poisons a whole chunk
-    kind = draw(st.sampled_from(["drawn", "mixed", "tame", more]))
+    kind = lab.choice(["drawn", "mixed", "tame", more])
     few = st.integers(0, 40 // multiple + 1)
     # often room for all pairs of edges
-    size = multiple * draw(few if kind == "drawn" else few | st.integers(0, 400 // multiple))
+    size = multiple * lab.draw(few if kind == "drawn" else few | st.integers(0, 400 // multiple))
     if kind == "mixed":
-        return mixed(lab.dtype, ranks, draw(seeds), size)
+        return mixed(lab.dtype, ranks, lab.seed(), size)
     if kind == "tame":  # numbers that differ between ranks, as in training
-        return [bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(ranks)]
-    return [draw(tensors(lab.dtype, size)) for _ in range(ranks)]
+        return [bulk(lab.dtype, "tame", lab.seed(), size) for _ in range(ranks)]
+    return [lab.draw(tensors(lab.dtype, size)) for _ in range(ranks)]
 
 
-def _compare_rounds(lab: Lab, results: list[Any], wanted: Iterable[list[Array]]) -> None:
+def _expect_rounds(lab: Lab, results: list[Any], wanted: Iterable[list[Array]]) -> None:
     """Compare each rank's elements after each round."""
-    for step, ranks in enumerate(wanted):
-        for rank, want in enumerate(ranks):
-            tensor = torch.from_numpy(np.ascontiguousarray(want)).to(lab.dtype)
-            lab.assert_equal(results[rank][step], tensor, where=f"step {step}, rank {rank}")
+    rounds = [
+        [torch.from_numpy(np.ascontiguousarray(x)).to(lab.dtype) for x in ranks] for ranks in wanted
+    ]
+    by_rank = [list(of_rank) for of_rank in zip(*rounds, strict=True)]
+    lab.assert_equal(results, by_rank, where="elements by rank and step")
 
 
 def _run(
     lab: Lab,
-    draw: Draw,
     nodes: tuple[int, ...],
     method: str,
     inputs: list[Any],
@@ -70,25 +67,21 @@ def _run(
     **options: Any,
 ) -> list[Any]:
     """Return what ``comm_ops.method(world, inputs[rank], **options)`` returns on each rank."""
-    return lab.on_ranks(
-        "comm_ops", method, nodes, draw(seeds), {"inputs": inputs}, options, refusal=refusal
-    )
+    return lab.on_ranks("comm_ops", method, nodes, {"inputs": inputs}, options, refusal=refusal)
 
 
 def _centralized(
     lab: Lab,
-    draw: Draw,
     nodes: tuple[int, ...],
     compression: str | None,
     hierarchical: bool,
     given: list[Tensor] | None = None,
 ) -> None:
-    mean, n = draw(st.booleans()), sum(nodes)
+    mean, n = lab.flag(), sum(nodes)
     multiple = len(nodes) if hierarchical else n
-    inputs = given or _inputs(lab, draw, n, multiple, compressed=compression is not None)
+    inputs = given or _inputs(lab, n, multiple, compressed=compression is not None)
     results = _run(
         lab,
-        draw,
         nodes,
         "centralized",
         inputs,
@@ -97,78 +90,63 @@ def _centralized(
         compression=compression,
         hierarchical=hierarchical,
     )
-    one_byte, leading = compression is not None, list(nodes) if hierarchical else None
-    with np.errstate(all="ignore"):
-        want = algorithms_numpy.centralized(
-            [*map(array, inputs)], lab.dtype_name, mean, one_byte, leading
-        )
-    for rank in range(n):
-        lab.assert_equal(results[rank], torch.from_numpy(want).to(lab.dtype), where=f"rank {rank}")
+    kind = "low_precision" if compression else "scatter_gather"
+    how = {"nodes": list(nodes) if hierarchical else None, "average": mean}
+    x = torch.stack(inputs)
+    wanted = answer(f"comm_ops/centralized_{kind}", lab.dtype_name, {"x": x}, how)["x"]
+    lab.assert_equal(results, [*wanted], where="elements by rank")
 
 
-@check("S3.1", "scatter_gather", dtypes=FLOATS, effort=0.5)
-def scatter_gather(lab: Lab, draw: Draw) -> None:
+@check("comm_ops.S3.1.scatter_gather", dtypes=FLOATS, effort=0.5)
+def scatter_gather(lab: Lab) -> None:
     """Scatter-gather adds in rank order, and every rank ends with identical bits."""
-    _centralized(lab, draw, lab.world(draw, worlds()), None, False)
+    _centralized(lab, lab.world(worlds()), None, False)
 
 
-@check("S3.2", "low_precision", dtypes=COMPRESSIBLE, effort=0.5)
-def low_precision(lab: Lab, draw: Draw) -> None:
+@check("comm_ops.S3.2.low_precision", dtypes=COMPRESSIBLE, effort=0.5)
+def low_precision(lab: Lab) -> None:
     """With one byte per element, every rank ends with identical bits, as specified."""
-    _centralized(lab, draw, lab.world(draw, worlds()), "MinMaxUInt8", False)
+    _centralized(lab, lab.world(worlds()), "MinMaxUInt8", False)
 
 
-@check("S3.3", "hierarchical", dtypes=COMPRESSIBLE, effort=1)
-def hierarchical(lab: Lab, draw: Draw) -> None:
+@check("comm_ops.S3.3.hierarchical", dtypes=COMPRESSIBLE)
+def hierarchical(lab: Lab) -> None:
     """Leaders operate on node sums divided by n/L, so that every rank counts once, even on uneven
     nodes.
     """
-    _centralized(
-        lab,
-        draw,
-        lab.world(draw, st.one_of(worlds(), worlds(least_nodes=3), worlds(least_nodes=2))),
-        "MinMaxUInt8",
-        True,
-    )
+    any_worlds = worlds() | worlds(least_nodes=3) | worlds(least_nodes=2)
+    _centralized(lab, lab.world(any_worlds), "MinMaxUInt8", True)
 
 
-def _long_inputs(lab: Lab, draw: Draw, ranks: int) -> list[Tensor]:
+def _long_inputs(lab: Lab, ranks: int) -> list[Tensor]:
     """Return inputs beyond any block in which an implementation may work; up to 4 ranks have equal
     chunks.
     """
     size = 12 * (5500 if len(lab.long_sizes) > 1 else 90)
-    return [bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(ranks)]
+    return [bulk(lab.dtype, "tame", lab.seed(), size) for _ in range(ranks)]
 
 
-@check("S3.2", "long", dtypes=COMPRESSIBLE, effort=0.06)
-def long(lab: Lab, draw: Draw) -> None:
-    """What holds for short tensors holds for long ones, with and without compression."""
-    nodes, compression = (
-        lab.world(draw, st.sampled_from([(2,), (3,), (3, 1)])),
-        draw(st.sampled_from([None, "MinMaxUInt8"])),
-    )
-    _centralized(
-        lab, draw, nodes, compression, draw(st.booleans()), _long_inputs(lab, draw, sum(nodes))
-    )
+@check("comm_ops.S3.2.long", dtypes=COMPRESSIBLE, effort=0.06)
+def long(lab: Lab) -> None:
+    """Scatter-gather gives the specified bits for long tensors, too, with and without compression."""
+    nodes = lab.world(st.sampled_from([(2,), (3,), (3, 1)]))
+    compression = lab.choice([None, "MinMaxUInt8"])
+    inputs = _long_inputs(lab, sum(nodes))
+    _centralized(lab, nodes, compression, lab.flag(), inputs)
 
 
-@check("S3.1", "full_precision", dtypes=FLOATS, effort=0.5)
-def full_precision(lab: Lab, draw: Draw) -> None:
+@check("comm_ops.S3.1.full_precision", dtypes=FLOATS, effort=0.5)
+def full_precision(lab: Lab) -> None:
     """Full precision gives the sum or mean over all ranks, up to the rounding of another summation
     order.
     """
-    nodes, mean, between, scattergather = (
-        lab.world(draw, worlds()),
-        draw(st.booleans()),
-        draw(st.booleans()),
-        draw(st.booleans()),
-    )
+    nodes, mean = lab.world(worlds()), lab.flag()
+    between, scattergather = lab.flag(), lab.flag()
     n = sum(nodes)
     multiple = (len(nodes) if between else n) if scattergather else 1
-    inputs = [x / 64 for x in _inputs(lab, draw, n, multiple)]  # room for the sum
+    inputs = [x / 64 for x in _inputs(lab, n, multiple)]  # room for the sum
     results = _run(
         lab,
-        draw,
         nodes,
         "centralized",
         inputs,
@@ -178,34 +156,30 @@ def full_precision(lab: Lab, draw: Draw) -> None:
         hierarchical=between,
     )
     _in_any_order(lab, results, inputs, n if mean else 1)
-    for rank in range(n):
-        lab.assert_equal(results[rank], results[0], where=f"rank {rank}, compared with rank 0")
+    lab.assert_equal(results, results[:1] * n, where="elements by rank, compared with rank 0")
 
 
 def _in_any_order(lab: Lab, results: list[Any], inputs: list[Tensor], divisor: int) -> None:
-    """Compare each rank's result with the sum of all inputs, divided, that may be added in any
-    order.
+    """Compare each rank's result with the quotient of the sum of all inputs and a divisor; the sum
+    may be in any order.
     """
     exact = torch.stack([x.double() for x in inputs])
     wanted, magnitude = (exact.sum(0) / divisor).to(lab.dtype), exact.abs().sum(0) / divisor
-    tolerance = SUM(len(inputs) + 1)
-    for rank in range(len(inputs)):
-        lab.assert_equal(
-            results[rank], wanted, tolerance, magnitude=magnitude, where=f"rank {rank}"
-        )
+    every, tolerance = [wanted] * len(inputs), SUM(len(inputs) + 1)
+    lab.assert_equal(results, every, tolerance, magnitude=magnitude, where="elements by rank")
 
 
-def _rounds(lab: Lab, draw: Draw, first: list[Tensor], more: int) -> list[list[Tensor]]:
+def _rounds(lab: Lab, first: list[Tensor], more: int) -> list[list[Tensor]]:
     """Return each rank's elements in the first round and in more rounds."""
+    size = first[0].numel()
     return [
         first,
-        *([bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(more)),
+        *([bulk(lab.dtype, "tame", lab.seed(), size) for _ in first] for _ in range(more)),
     ]
 
 
 def _decentralized(
     lab: Lab,
-    draw: Draw,
     mode: Any,
     nodes: tuple[int, ...],
     between: bool,
@@ -215,14 +189,10 @@ def _decentralized(
     round.
     """
     method, name = ("decentralized", "mode") if mode == "shift_one" else (_GRAPHS[0], "graph")
-    rounds = _rounds(
-        lab,
-        draw,
-        _inputs(lab, draw, sum(nodes), 1) if given is None else given,
-        draw(st.integers(0, 4)),
-    )
+    first = given or _inputs(lab, sum(nodes), 1)
+    rounds = _rounds(lab, first, lab.integer(0, 4))
     by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
-    results = _run(lab, draw, nodes, method, by_rank, **{name: mode}, hierarchical=between)
+    results = _run(lab, nodes, method, by_rank, **{name: mode}, hierarchical=between)
     with np.errstate(all="ignore"):
         wanted = [
             decentralized_numpy.average(
@@ -230,60 +200,51 @@ def _decentralized(
             )
             for step, ranks in enumerate(rounds)
         ]
-    _compare_rounds(lab, results, wanted)
+    _expect_rounds(lab, results, wanted)
     return results, rounds
 
 
-@check("S3.4", "shift_one", dtypes=FLOATS, effort=0.5)
-def shift_one(lab: Lab, draw: Draw) -> None:
+@check("comm_ops.S3.4.shift_one", dtypes=FLOATS, effort=0.5)
+def shift_one(lab: Lab) -> None:
     """Each rank is averaged with its peer of the step; with hierarchical, node means are, between
     leaders.
     """
-    between = draw(st.booleans())
-    _decentralized(lab, draw, "shift_one", lab.world(draw, paired_worlds(between)), between)
+    between = lab.flag()
+    _decentralized(lab, "shift_one", lab.world(paired_worlds(between)), between)
 
 
-@check("S3.4", "long", dtypes=FLOATS, effort=0.06)
-def long_shift_one(lab: Lab, draw: Draw) -> None:
-    """What holds for short tensors holds for long ones."""
-    nodes = lab.world(draw, st.sampled_from([(2,), (4,), (3, 1)]))
-    _decentralized(
-        lab,
-        draw,
-        "shift_one",
-        nodes,
-        len(nodes) == 2 and draw(st.booleans()),
-        _long_inputs(lab, draw, sum(nodes)),
-    )
+@check("comm_ops.S3.4.long", dtypes=FLOATS, effort=0.06)
+def long_shift_one(lab: Lab) -> None:
+    """Averages with the peer of the step have the specified bits for long tensors, too."""
+    nodes = lab.world(st.sampled_from([(2,), (4,), (3, 1)]))
+    between = len(nodes) == 2 and lab.flag()
+    _decentralized(lab, "shift_one", nodes, between, _long_inputs(lab, sum(nodes)))
 
 
-@check("S3.4", "many_steps", effort=0.05)
-def many_steps(lab: Lab, draw: Draw) -> None:
+@check("comm_ops.S3.4.many_steps", effort=0.05)
+def many_steps(lab: Lab) -> None:
     """Peers follow the step however many there have been."""
-    nodes, count = (
-        lab.world(draw, st.sampled_from([(6,), (3, 3)])),
-        draw(st.sampled_from([260, 520])),
-    )
+    nodes, count = lab.world(st.sampled_from([(6,), (3, 3)])), lab.integer(260, 520)
     first = [torch.full((1,), float(2**rank)) for rank in range(6)]  # the sum names the ranks
     inputs = [[x] * count for x in first]
-    results = _run(lab, draw, nodes, "decentralized", inputs, mode="shift_one", hierarchical=False)
+    results = _run(lab, nodes, "decentralized", inputs, mode="shift_one", hierarchical=False)
     averages = (
         decentralized_numpy.average([*map(array, first)], "float32", "shift_one", None, step)
         for step in range(count)
     )
-    _compare_rounds(lab, results, averages)
+    _expect_rounds(lab, results, averages)
 
 
-@check("S3.4", "all", dtypes=FLOATS, effort=0.5)
-def all_ranks(lab: Lab, draw: Draw) -> None:
+@check("comm_ops.S3.4.all", dtypes=FLOATS, effort=0.5)
+def all_ranks(lab: Lab) -> None:
     """The result is the mean over all ranks, even on uneven nodes, up to the rounding of another
     summation order.
     """
-    between, nodes = draw(st.booleans()), lab.world(draw, worlds())
+    between, nodes = lab.flag(), lab.world(worlds())
     n = sum(nodes)
-    inputs = [x / 64 for x in _inputs(lab, draw, n, 1)]
+    inputs = [x / 64 for x in _inputs(lab, n, 1)]
     rounds = [[x] for x in inputs]
-    results = _run(lab, draw, nodes, "decentralized", rounds, mode="all", hierarchical=between)
+    results = _run(lab, nodes, "decentralized", rounds, mode="all", hierarchical=between)
     _in_any_order(lab, [of_rank[0] for of_rank in results], inputs, n)
 
 
@@ -313,54 +274,52 @@ _NAMED_GRAPHS = {
 """Check -> its clause, graph and sentence."""
 
 
-def _on_graph(lab: Lab, draw: Draw, graph: str) -> None:
+def _on_graph(lab: Lab, graph: str) -> None:
     # signs of zeros only show where there is no mean over a node
-    between = draw(st.sampled_from([False, False, True]))
-    _decentralized(
-        lab, draw, graph, lab.world(draw, worlds_of(between, sizes_of(graph, 9))), between
-    )
+    between = lab.choice([False, False, True])
+    _decentralized(lab, graph, lab.world(worlds_of(between, sizes_of(graph, 9))), between)
 
 
 for _name, (_clause, _graph, _sentence) in _NAMED_GRAPHS.items():
-    check(_clause, _name, dtypes=FLOATS, needs=_GRAPHS, effort=0.6, sentence=_sentence)(
-        partial(_on_graph, graph=_graph)
-    )
+    check(
+        f"comm_ops.{_clause}.{_name}", dtypes=FLOATS, needs=_GRAPHS, effort=0.6, sentence=_sentence
+    )(partial(_on_graph, graph=_graph))
 
 
-@check("S13.4", "weights", dtypes=FLOATS, needs=_GRAPHS, effort=0.3)
-def weighted(lab: Lab, draw: Draw) -> None:
+@check("comm_ops.S13.4.weights", dtypes=FLOATS, needs=_GRAPHS, effort=0.3)
+def weighted(lab: Lab) -> None:
     """Weighted sums are formed in the order of the row, each product rounded."""
-    between = draw(st.booleans())
-    nodes = lab.world(draw, worlds_of(between, st.integers(1, 9)))
+    between = lab.flag()
+    nodes = lab.world(worlds_of(between, st.integers(1, 9)))
     n = len(nodes) if between else sum(nodes)
-    graphs = [doubly_stochastic(n, draw(seeds)) for _ in range(draw(st.integers(1, 3)))]
-    _decentralized(lab, draw, graphs, nodes, between)
+    graphs = [doubly_stochastic(n, lab.seed()) for _ in range(lab.integer(1, 3))]
+    _decentralized(lab, graphs, nodes, between)
 
 
-@check("S13.4", "refuses", needs=_GRAPHS, effort=0.2)
-def refuses_graphs(lab: Lab, draw: Draw) -> None:
+@check("comm_ops.S13.4.refuses", needs=_GRAPHS, effort=0.2)
+def refuses_graphs(lab: Lab) -> None:
     """A graph that is not doubly stochastic is a ValueError on every rank, before its first use."""
-    nodes = lab.world(draw, worlds(5))
-    n, between = sum(nodes), draw(st.booleans())
+    nodes = lab.world(worlds(5))
+    n, between = sum(nodes), lab.flag()
     talking = len(nodes) if between else n
-    good = [doubly_stochastic(talking, draw(seeds)) for _ in range(draw(st.integers(0, 2)))]
-    for graph in flawed(talking, draw(st.integers(0, talking - 1))):
+    good = [doubly_stochastic(talking, lab.seed()) for _ in range(lab.integer(0, 2))]
+    for graph in flawed(talking, lab.integer(0, talking - 1)):
         graphs = [*good, graph]
         rounds = [[torch.ones(3)] * len(graphs)] * n
         results = _run(
-            lab, draw, nodes, _GRAPHS[0], rounds, ValueError, graph=graphs, hierarchical=between
+            lab, nodes, _GRAPHS[0], rounds, ValueError, graph=graphs, hierarchical=between
         )
-        for rank, result in enumerate(results):
-            refused = isinstance(result, ValueError)
-            lab.assert_that(refused, f"rank {rank} took the last graph; it must raise ValueError")
+        refused = [isinstance(result, ValueError) for result in results]
+        where = "the last graph, refused with a ValueError by rank"
+        lab.assert_equal(refused, [True] * n, where=where)
 
 
-@check("S13.5", "mean", needs=_GRAPHS, effort=0.5)
-def mean_is_kept(lab: Lab, draw: Draw) -> None:
+@check("comm_ops.S13.5.mean", needs=_GRAPHS, effort=0.5)
+def mean_is_kept(lab: Lab) -> None:
     """No averaging changes the mean of those that talk, up to rounding."""
-    graph, nodes, _ = draw(graph_cases(9).filter(lambda case: not case[2]))
+    graph, nodes, _ = lab.draw(graph_cases(9).filter(lambda case: not case[2]))
     lab.need_ranks(sum(nodes))
-    results, rounds = _decentralized(lab, draw, graph, nodes, between=False)
+    results, rounds = _decentralized(lab, graph, nodes, between=False)
     for step, before in enumerate(rounds):
         after = [of_rank[step] for of_rank in results]
         was, now = (torch.stack(ranks).double() for ranks in (before, after))
@@ -373,32 +332,27 @@ def mean_is_kept(lab: Lab, draw: Draw) -> None:
         lab.assert_that(not wrong.any(), said)
 
 
-@check("S3.5", "ring", dtypes=COMPRESSIBLE, effort=0.5)
-def ring(lab: Lab, draw: Draw) -> None:
+@check("comm_ops.S3.5.ring", dtypes=COMPRESSIBLE, effort=0.5)
+def ring(lab: Lab) -> None:
     """Steps on the ring are as specified, bit for bit, so that replicas stay equal."""
-    nodes = lab.world(draw, worlds(8))
-    _ring(
-        lab,
-        draw,
-        nodes,
-        draw(st.integers(1, 4)),
-        _inputs(lab, draw, sum(nodes), 1, compressed=True),
-    )
+    nodes = lab.world(worlds(8))
+    first = _inputs(lab, sum(nodes), 1, compressed=True)
+    _ring(lab, nodes, lab.integer(1, 4), first)
 
 
-@check("S3.5", "long", dtypes=COMPRESSIBLE, effort=0.06)
-def long_ring(lab: Lab, draw: Draw) -> None:
-    """What holds for short tensors holds for long ones."""
-    nodes = lab.world(draw, st.sampled_from([(2,), (3,), (2, 1)]))
-    _ring(lab, draw, nodes, 1, _long_inputs(lab, draw, sum(nodes)))
+@check("comm_ops.S3.5.long", dtypes=COMPRESSIBLE, effort=0.06)
+def long_ring(lab: Lab) -> None:
+    """Steps on the ring give the specified bits for long tensors, too."""
+    nodes = lab.world(st.sampled_from([(2,), (3,), (2, 1)]))
+    _ring(lab, nodes, 1, _long_inputs(lab, sum(nodes)))
 
 
-def _ring(lab: Lab, draw: Draw, nodes: tuple[int, ...], count: int, first: list[Tensor]) -> None:
-    between, rounds = draw(st.booleans()), _rounds(lab, draw, first, count - 1)
-    start = bulk(lab.dtype, "tame", draw(seeds), first[0].numel())
+def _ring(lab: Lab, nodes: tuple[int, ...], count: int, first: list[Tensor]) -> None:
+    between, rounds = lab.flag(), _rounds(lab, first, count - 1)
+    start = bulk(lab.dtype, "tame", lab.seed(), first[0].numel())
     inputs = [[start, *mine] for mine in zip(*rounds, strict=True)]
     method = "low_precision_decentralized"
-    results = _run(lab, draw, nodes, method, inputs, hierarchical=between)
+    results = _run(lab, nodes, method, inputs, hierarchical=between)
     model = decentralized_numpy.Ring.of([array(start)] * (len(nodes) if between else sum(nodes)))
 
     def step(ranks: list[Array]) -> list[Array]:
@@ -407,4 +361,4 @@ def _ring(lab: Lab, draw: Draw, nodes: tuple[int, ...], count: int, first: list[
     leading, run = list(nodes) if between else None, decentralized_numpy.between_leaders
     with np.errstate(all="ignore"):
         wanted = [run(step, [*map(array, ranks)], lab.dtype_name, leading) for ranks in rounds]
-    _compare_rounds(lab, results, wanted)
+    _expect_rounds(lab, results, wanted)

@@ -23,7 +23,6 @@ from bagua_ref.conformance.cases.strategies import (
     dtype_named,
     numbers,
     operands,
-    seeds,
     tensors,
 )
 from bagua_ref.conformance.cases.table import INTEGERS, rows_of
@@ -109,14 +108,9 @@ drawn, arguments, and sentence of their checks.
 """
 
 
-def _expected(lab: Lab, name: str, arguments: Arguments) -> Tensor:
-    """Return the first argument of an elementwise kernel after a call."""
-    return answer(f"kernels/{name}", lab.dtype_name, arguments, {})["x"]
-
-
-def _judge(lab: Lab, name: str, arguments: Arguments, wanted: Tensor) -> None:
-    """Compare the first argument of a kernel after a call, and show a failure on as few columns as
-    it takes.
+def _judge(lab: Lab, name: str, arguments: Arguments) -> None:
+    """Compare the first argument of a kernel after a call; show a failure on as few columns as it
+    takes.
     """
     first = next(iter(arguments))
 
@@ -125,16 +119,15 @@ def _judge(lab: Lab, name: str, arguments: Arguments, wanted: Tensor) -> None:
             key: x[..., start:end].contiguous().view(-1) if isinstance(x, Tensor) else x
             for key, x in arguments.items()
         }
-        call = lab.call(f"{name}_", part, (first,))
-        lab.compare(call, first, wanted[..., start:end].reshape(-1))
+        wanted = answer(f"kernels/{name}", lab.dtype_name, part, {})["x"]
+        lab.compare(lab.call(f"{name}_", part, (first,)), first, wanted)
 
-    smallest(judge, wanted.shape[-1])
+    smallest(judge, arguments[first].shape[-1])
 
 
-def _elementwise(lab: Lab, draw: Draw, name: str) -> None:
+def _elementwise(lab: Lab, name: str) -> None:
     _, count, given, _ = _ELEMENTWISE[name]
-    arguments = given(draw, *draw(operands(lab.dtype, count)))
-    _judge(lab, name, arguments, _expected(lab, name, arguments))
+    _judge(lab, name, given(lab.draw, *lab.draw(operands(lab.dtype, count))))
 
 
 def _rows(lab: Lab, name: str) -> list[Case]:
@@ -153,8 +146,7 @@ def _walk(lab: Lab, name: str) -> None:
 
 for _name, (_clause, *_, _sentence) in _ELEMENTWISE.items():
     check(
-        _clause,
-        _name,
+        f"kernels.{_clause}.{_name}",
         dtypes=FLOATS,
         needs=(f"{_name}_",),
         sentence=_sentence,
@@ -162,57 +154,50 @@ for _name, (_clause, *_, _sentence) in _ELEMENTWISE.items():
     )(partial(_elementwise, name=_name))
 
 
-def _reduction(lab: Lab, chunks: Tensor, target: int, mean: bool) -> tuple[Arguments, Tensor]:
-    """Return arguments of a reduction, and the chunks after it."""
-    given: Arguments = {"num_chunks": len(chunks), "target_chunk": target, "average": mean}
-    given = {"x": chunks, **given}
-    return given, answer("kernels/reduce_chunks", lab.dtype_name, given, {})["x"].view_as(chunks)
+def _reduce(lab: Lab, chunks: Tensor, average: bool) -> None:
+    target = lab.integer(0, len(chunks) - 1)
+    given = {"num_chunks": len(chunks), "target_chunk": target, "average": average}
+    _judge(lab, "reduce_chunks", {"x": chunks, **given})
 
 
 @check(
-    "S3.7",
-    "reduce_chunks",
+    "kernels.S3.7.reduce_chunks",
     dtypes=FLOATS,
     needs=("reduce_chunks_",),
     effort=1.5,
     walk=partial(_walk, name="reduce_chunks"),
 )
-def reduce_chunks(lab: Lab, draw: Draw) -> None:
+def reduce_chunks(lab: Lab) -> None:
     """Chunks are added in order, starting from +0, and only one chunk changes."""
-    x, count = draw(chunked(lab.dtype))
-    chunks, mean = x.view(count, x.numel() // count), draw(st.booleans())
-    if count > 2 and draw(st.booleans()):
+    x, count = lab.draw(chunked(lab.dtype))
+    chunks, mean = x.view(count, x.numel() // count), lab.flag()
+    if count > 2 and lab.flag():
         chunks[-1] = -chunks[:-1].double().sum(0)
-    if mean and lab.dtype.itemsize == 2 and draw(st.booleans()):
-        chunks = _means_near_ties(lab, draw, draw(st.sampled_from([3, 6, 7, 11, 13])))
-    target = draw(st.integers(0, len(chunks) - 1))
-    _judge(lab, "reduce_chunks", *_reduction(lab, chunks, target, mean))
+    if mean and lab.dtype.itemsize == 2 and lab.flag():
+        chunks = _means_near_ties(lab, lab.choice([3, 6, 7, 11, 13]))
+    _reduce(lab, chunks, mean)
 
 
 @check(
-    "S3.7",
-    "many_chunks",
+    "kernels.S3.7.many_chunks",
     dtypes=("float16", "bfloat16"),
     needs=("reduce_chunks_",),
     effort=0.05,
 )
-def many_chunks(lab: Lab, draw: Draw) -> None:
+def many_chunks(lab: Lab) -> None:
     """A mean is divided by the number of chunks, also where their dtype has no such number, as
     bfloat16 has no 259.
     """
-    count = round(2 / torch.finfo(lab.dtype).eps) + draw(st.sampled_from([1, 3, 7]))
-    chunks = _means_near_ties(lab, draw, count)
-    target = draw(st.integers(0, count - 1))
-    _judge(lab, "reduce_chunks", *_reduction(lab, chunks, target, True))
+    count = round(2 / torch.finfo(lab.dtype).eps) + lab.choice([1, 3, 7])
+    _reduce(lab, _means_near_ties(lab, count), True)
 
 
-def _means_near_ties(lab: Lab, draw: Draw, count: int) -> Tensor:
-    """Return chunks whose sums are their number times a number halfway between two of a 16-bit
-    dtype, or float32's next to that.
+def _means_near_ties(lab: Lab, count: int) -> Tensor:
+    """Chunks whose means are ties of a 16-bit dtype, or one float32 step beside a tie.
 
-    Only there does a mean whose last float32 bit is wrong become another number when it is stored.
+    Only there does a wrong last bit of the float32 mean change the stored number.
     """
-    generator, size = torch.Generator().manual_seed(draw(seeds)), 32
+    generator, size = torch.Generator().manual_seed(lab.seed()), 32
     steps = round(1 / torch.finfo(lab.dtype).eps)
     halfway = (torch.randint(steps, 2 * steps, (size,), generator=generator) + 0.5) / steps
     total = (halfway * count).float()
@@ -231,7 +216,7 @@ def _numbers(size: int, dtype: torch.dtype, start: int = 0) -> Tensor:
     return x * (1 - 2j) if dtype.is_complex else x
 
 
-def _pieces(lab: Lab, draw: Draw) -> tuple[list[Tensor], torch.dtype]:
+def _pieces(lab: Lab) -> tuple[list[Tensor], torch.dtype]:
     """Draw tensors of one dtype, of any shape, some of them transposed or with gaps; return them
     and the dtype.
 
@@ -239,9 +224,9 @@ def _pieces(lab: Lab, draw: Draw) -> tuple[list[Tensor], torch.dtype]:
     """
     names, of_one = lab.dtypes(MOVABLE), st.lists(st.integers(0, 5), max_size=3)
     fewest = 0 if "float32" in names else 1
-    shapes = draw(st.lists(of_one, min_size=fewest, max_size=5))
-    dtype = dtype_named(draw(st.sampled_from(names)) if shapes else "float32")
-    chosen, found = random.Random(draw(seeds)), []  # noqa: S311 - reproducible, not secret
+    shapes = lab.draw(st.lists(of_one, min_size=fewest, max_size=5))
+    dtype = dtype_named(lab.choice(names) if shapes else "float32")
+    chosen, found = random.Random(lab.seed()), []  # noqa: S311 - reproducible, not secret
     for number, shape in enumerate(shapes):
         whole = _numbers(2 * math.prod(shape), dtype, 40 * number)
         piece = whole.view(*shape, 2)[..., number % 2]
@@ -276,30 +261,30 @@ def _walk_scattering(lab: Lab) -> None:
         _scatter(lab, [*case.outputs.values()], case.inputs["flat"])
 
 
-@check("S2.3", "gather_flat", needs=("gather_flat",), effort=3, walk=_walk_gathering)
-def gather_flat(lab: Lab, draw: Draw) -> None:
+@check("kernels.S2.3.gather_flat", needs=("gather_flat",), effort=3, walk=_walk_gathering)
+def gather_flat(lab: Lab) -> None:
     """Tensors of any strides are copied one after another in row-major order."""
-    pieces, dtype = _pieces(lab, draw)
+    pieces, dtype = _pieces(lab)
     values = [value for piece in pieces for value in piece.reshape(-1).tolist()]
     _gather(lab, pieces, torch.tensor(values, dtype=dtype))
 
 
-@check("S2.3", "scatter_flat", needs=("scatter_flat",), effort=3, walk=_walk_scattering)
-def scatter_flat(lab: Lab, draw: Draw) -> None:
+@check("kernels.S2.3.scatter_flat", needs=("scatter_flat",), effort=3, walk=_walk_scattering)
+def scatter_flat(lab: Lab) -> None:
     """Flat elements are copied into tensors of any strides in row-major order."""
-    pieces, dtype = _pieces(lab, draw)
+    pieces, dtype = _pieces(lab)
     size = sum(piece.numel() for piece in pieces)
     _scatter(lab, pieces, _numbers(size, dtype))
 
 
-@check("S2.3", "long", needs=("gather_flat", "scatter_flat"), effort=0.05)
-def long_flat(lab: Lab, draw: Draw) -> None:
+@check("kernels.S2.3.long", needs=("gather_flat", "scatter_flat"), effort=0.05)
+def long_flat(lab: Lab) -> None:
     """Long tensors, and many of them, are copied as a few short ones are, place by place."""
-    dtype = dtype_named(draw(st.sampled_from(lab.dtypes(MOVABLE))))
-    turn = draw(st.integers(0, 3))
+    dtype = dtype_named(lab.choice(lab.dtypes(MOVABLE)))
+    turn = lab.integer(0, 3)
     # so many may be more than an implementation takes at once
     many = [[(turn + place * place) % 4 for place in range(count)] for count in _MANY]
-    for sizes in (draw(st.permutations([*lab.long_sizes, 9_973, 3])), *many):
+    for sizes in (lab.draw(st.permutations([*lab.long_sizes, 9_973, 3])), *many):
         flat = _numbers(sum(sizes), dtype)
         pieces = [
             part if (turn + place) % 2 else torch.stack([part, part.flip(0)], dim=1)[:, 0]
@@ -318,39 +303,30 @@ def _walk_orders(lab: Lab) -> None:
 
 
 @check(
-    "S7.2",
-    "order_by_complexity",
+    "kernels.S7.2.order_by_complexity",
     dtypes=(*FLOATS, *INTEGERS),
     needs=("order_by_complexity",),
     walk=_walk_orders,
 )
-def order_by_complexity(lab: Lab, draw: Draw) -> None:
+def order_by_complexity(lab: Lab) -> None:
     """The order is ascending and stable, -0 equals 0, NaN comes last."""
     if lab.dtype.is_floating_point:
-        few = draw(st.lists(numbers(lab.dtype), min_size=1, max_size=5))
+        few = lab.draw(st.lists(numbers(lab.dtype), min_size=1, max_size=5))
     else:
         limits = torch.iinfo(lab.dtype)
-        bits = limits.bits - 2
-        # often large ones, and neighbours, which a float64 may not tell apart
-        powers = st.integers(0, bits) | st.integers(bits * 5 // 6, bits)
-        edges = st.builds(lambda power, more: 2**power + more - 2, powers, st.integers(0, 3))
-        number = st.integers(limits.min, limits.max) | edges
-        few = draw(st.lists(number, min_size=3, max_size=6))
-        few += [max(key - 1, limits.min) for key in few] + [limits.min, limits.max]
-        few = [min(max(key, limits.min), limits.max) for key in few]
+        number = st.integers(limits.min, limits.max) | st.integers(limits.max // 4, limits.max)
+        few = lab.draw(st.lists(number, min_size=3, max_size=6))
+        # large ones and their neighbours, which a float64 may not tell apart
+        few += [key ^ 1 for key in few] + [limits.min, limits.max]
     # Many are equal, and few or many: libraries sort short lists in another way.
-    size = draw(st.integers(0, 40) | st.sampled_from([17, 100, 1000]))
-    chosen = random.Random(draw(seeds))  # noqa: S311 - reproducible, not secret
+    size = lab.draw(st.integers(0, 40) | st.sampled_from([17, 100, 1000]))
+    chosen = random.Random(lab.seed())  # noqa: S311 - reproducible, not secret
     distinct = list(dict.fromkeys(few))  # which an implementation may sort in another way
-    drawn = (
-        chosen.sample(distinct, len(distinct))
-        if draw(st.booleans())
-        else chosen.choices(few, k=size)
-    )
+    drawn = chosen.sample(distinct, len(distinct)) if lab.flag() else chosen.choices(few, k=size)
     exact = torch.float64 if lab.dtype.is_floating_point else torch.int64
     keys = torch.tensor(drawn, dtype=exact).to(lab.dtype)
-    if lab.dtype.is_floating_point and draw(st.booleans()):
-        keys = draw(operands(lab.dtype, 1))[0]
+    if lab.dtype.is_floating_point and lab.flag():
+        keys = lab.draw(operands(lab.dtype, 1))[0]
     _check_order(lab, keys)
 
 
@@ -364,45 +340,29 @@ def _check_order(lab: Lab, keys: Tensor) -> None:
 
 
 @check(
-    "S7.2",
-    "long",
+    "kernels.S7.2.long",
     dtypes=("float32", "float64", "int64"),
     needs=("order_by_complexity",),
     effort=0.025,
 )
-def long_order(lab: Lab, draw: Draw) -> None:
+def long_order(lab: Lab) -> None:
     """The order of many keys is ascending and stable, too."""
-    generator = torch.Generator().manual_seed(draw(seeds))
+    generator = torch.Generator().manual_seed(lab.seed())
     for size in lab.long_sizes:
-        most = draw(st.sampled_from([2, 1_000, 10 * size]))
+        most = lab.choice([2, 1_000, 10 * size])
         _check_order(lab, torch.randint(most, (size,), generator=generator).to(lab.dtype))
 
 
-_PERIOD = 997
-"""Long inputs repeat so many elements: a prime, so that what belongs to another block differs."""
-
-
-@check("S1", "long", dtypes=FLOATS, effort=0.025)
-def long(lab: Lab, draw: Draw) -> None:
+@check("kernels.S1.long", dtypes=FLOATS, effort=0.025)
+def long(lab: Lab) -> None:
     """Long tensors get the results of short ones, element by element."""
-
-    def tame(count: int) -> Tensor:
-        return bulk(lab.dtype, "tame", draw(seeds), count * _PERIOD).view(count, _PERIOD)
-
-    cases = {}
-    for name, (_, count, given, _) in _ELEMENTWISE.items():
-        arguments = given(draw, *tame(count))
-        cases[name] = arguments, _expected(lab, name, arguments)
-    cases["reduce_chunks"] = _reduction(lab, tame(3), draw(st.integers(0, 2)), True)
-    for name, (arguments, wanted) in cases.items():
-        for size in lab.long_sizes if hasattr(lab.target.kernels, f"{name}_") else ():
-            repeated = {
-                key: _repeated(value, size) if isinstance(value, Tensor) else value
-                for key, value in arguments.items()
-            }
-            _judge(lab, name, repeated, _repeated(wanted, size))
-
-
-def _repeated(x: Tensor, size: int) -> Tensor:
-    """Repeat the columns of ``x`` up to ``size`` of them."""
-    return torch.cat([x] * -(-size // x.shape[-1]), dim=-1)[..., :size]
+    for size in lab.long_sizes:
+        rows = bulk(lab.dtype, "tame", lab.seed(), 4 * size).view(4, size)
+        reduced = {"num_chunks": 4, "target_chunk": lab.integer(0, 3), "average": True}
+        cases = {
+            name: given(lab.draw, *rows[:count])
+            for name, (_, count, given, _) in _ELEMENTWISE.items()
+        }
+        for name, arguments in (cases | {"reduce_chunks": {"x": rows, **reduced}}).items():
+            if hasattr(lab.target.kernels, f"{name}_"):
+                _judge(lab, name, arguments)

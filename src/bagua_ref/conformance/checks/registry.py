@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -21,10 +20,9 @@ __all__ = [
     "Check",
     "all_checks",
     "check",
-    "check_trainings",
     "checks_of",
-    "nothing",
     "prepare",
+    "trains",
     "variants",
 ]
 
@@ -32,10 +30,13 @@ _ALGORITHMS = ("_async", "_local", "_powersgd", "", "_compressed", "_sparse", "_
 _MODULES = {suite: (suite,) for suite in SUITES} | {
     "algorithms": tuple(f"algorithms{part}" for part in _ALGORITHMS),
 }
-"""The modules of each suite, in the order in which their checks are listed."""
+"""The modules of each suite."""
 
-_rows: dict[str, dict[str, Check]] = {}
-"""The checks of each module that has been imported, by id."""
+Property = Callable[["Lab"], None]
+"""Draws an input and raises `Violation` if the property does not hold for it."""
+
+_rows: dict[str, Check] = {}
+"""The checks of the modules that have been imported, by id."""
 
 
 @dataclass(frozen=True)
@@ -66,94 +67,84 @@ class Check:
 
 
 def check(
-    clause: str,
     name: str,
     *,
     dtypes: tuple[str, ...] = (),
     needs: tuple[str, ...] = (),
     effort: float = 1.0,
     sentence: str = "",
-    module: str = "",
     walk: Callable[[Lab], None] | None = None,
-) -> Callable[[Callable[[Lab, Draw], None]], Callable[[Lab, Draw], None]]:
+) -> Callable[[Property], Property]:
     """Return a decorator that enters a property into the table.
 
     Args:
-        clause: its clause.
-        name: its name in the clause.
+        name: its id.
         dtypes: names of dtypes, for each of which the check runs.
         needs: what the target's part must have.
         effort: factor of the number of inputs.
         sentence: the property; by default the first paragraph of the function's docstring.
-        module: the module of the suite that has the check; by default the caller's.
         walk: judges its rows of the case table.
     """
-    module = (module or sys._getframe(1).f_globals["__name__"]).rpartition(".")[2]
-    suite = next(suite for suite in SUITES if module.startswith(suite))
-    assert clause in CLAUSES
+    suite, _, rest = name.partition(".")
+    clause = rest.rpartition(".")[0]
+    assert suite in SUITES, name
+    assert clause in CLAUSES, name
+    assert name not in _rows, name
 
-    def enter(function: Callable[[Lab, Draw], None]) -> Callable[[Lab, Draw], None]:
+    def enter(function: Property) -> Property:
         def judge(lab: Lab, draw: Draw) -> None:
-            function(lab, draw)
+            lab.draw = draw
+            function(lab)
             lab.end()
 
         paragraph = sentence or (function.__doc__ or "").partition("\n\n")[0]
         said = " ".join(paragraph.split())
-        row = Check(
-            f"{suite}.{clause}.{name}", suite, clause, said, judge, dtypes, needs, effort, walk
-        )
-        rows = _rows.setdefault(module, {})
-        assert row.id not in rows, row.id
-        rows[row.id] = row
+        _rows[name] = Check(name, suite, clause, said, judge, dtypes, needs, effort, walk)
         return function
 
     return enter
 
 
-def check_trainings(
-    *rows: tuple[
-        Callable[..., object],
-        TrainedAlgorithm,
-        float,
-        str,
-        tuple[str, ...],
-        Callable[[Lab, Draw], dict[str, Any]],
-        str,
-    ],
-) -> None:
-    """Enter checks that train one algorithm each into the table.
+def trains(
+    algorithm: TrainedAlgorithm,
+    name: str,
+    effort: float,
+    dtypes: tuple[str, ...] = (),
+    of: Callable[..., object] | None = None,
+) -> Callable[..., Any]:
+    """Return a decorator that enters a check which trains an algorithm into the table. It decorates
+    a function of the lab that returns the arguments of `TrainedAlgorithm.train`; or it is called
+    with the arguments and the property.
 
-    A row has a function of the algorithm, the lab and ``draw`` (`TrainedAlgorithm.train` or a
-    property); the algorithm; effort, clause and name, and dtypes of the check; what draws the
-    function's other arguments; and the sentence.
+    Args:
+        algorithm: the algorithm.
+        name: the check's id, without the suite.
+        effort: factor of the number of inputs.
+        dtypes: names of dtypes, for each of which the check runs.
+        of: a function that trains, of the algorithm, the lab and the arguments.
     """
-    for has, algorithm, effort, name, dtypes, given, sentence in rows:
 
-        def function(
-            lab: Lab, draw: Draw, has: Any = has, algorithm: Any = algorithm, given: Any = given
-        ) -> None:
-            has(algorithm, lab, draw, **given(lab, draw))
+    def enter(given: Any, sentence: str = "") -> Any:
+        def function(lab: Lab) -> None:
+            (of or type(algorithm).train)(
+                algorithm, lab, **(given(lab) if callable(given) else given)
+            )
 
-        clause, _, last = name.rpartition(".")
         check(
-            clause,
-            last,
+            f"algorithms.{name}",
             dtypes=dtypes,
             needs=(algorithm.method,),
             effort=effort,
-            sentence=sentence,
-            module=sys._getframe(1).f_globals["__name__"],
+            sentence=sentence or given.__doc__,
         )(function)
+        return given
 
-
-def nothing(lab: Lab, draw: Draw) -> dict[str, Any]:
-    """Draw no arguments."""
-    return {}
+    return enter
 
 
 def checks_of(suites: Collection[str]) -> dict[str, Check]:
-    """Return the checks of the given suites by id, in the order of `SUITES`; only these suites are
-    imported.
+    """Return the checks of the given suites by id, in the order of `SUITES` and clauses; only these
+    suites are imported.
 
     Raises:
         ImportError: Hypothesis is not installed.
@@ -164,13 +155,12 @@ def checks_of(suites: Collection[str]) -> dict[str, Check]:
         raise ImportError(
             f"conformance checks need Hypothesis; install with: {install_command('conformance')}"
         ) from error
-    found: dict[str, Check] = {}
-    for suite in SUITES:
-        if suite in suites:
-            _import_suite(suite)
-            for module in _MODULES[suite]:
-                found |= _rows.get(module, {})
-    return found
+    for suite in suites:
+        _import_suite(suite)
+    rows = [row for row in _rows.values() if row.suite in suites]
+    clauses = [*CLAUSES]
+    rows.sort(key=lambda row: (SUITES.index(row.suite), clauses.index(row.clause)))
+    return {row.id: row for row in rows}
 
 
 def all_checks() -> dict[str, Check]:

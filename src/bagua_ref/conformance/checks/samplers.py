@@ -8,6 +8,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,6 @@ from bagua_ref.conformance.cases.sampler_cases import (
     noisy_cases,
     one_to_five,
 )
-from bagua_ref.conformance.cases.strategies import Draw
 from bagua_ref.conformance.checks.registry import check
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.lab.lab import Lab
@@ -65,29 +65,66 @@ def _refuses(lab: Lab, what: str, get: Callable[[], Any]) -> None:
     lab.assert_that(_value(lab, what, refused), "it must raise a ValueError")
 
 
-def _sampler(lab: Lab, values: Any, replicas: int, rank: int, options: dict[str, Any]) -> Any:
-    """Make a sampler of samples that are their own complexities, at its epoch, if ``options`` have
-    one.
+@dataclass
+class _Samples:
+    """A target's sampler, and what it must draw; samples are their own complexities, or costs.
+
+    Attributes:
+        lab: provides the target.
+        values: the samples.
+        options: its options, and the epoch.
+        batch_fn: that of a batch sampler on it; None: there is none.
+        drop_last: of the batch sampler.
+        most: largest cost of a batch; None: there is no budget.
     """
-    given = {name: value for name, value in options.items() if name != "epoch"}
-    lab.drawn |= {"values": values, "replicas": replicas, "rank": rank, "options": options}
-    make = lab.part("samplers").LoadBalancingDistributedSampler
 
-    def made() -> Any:
-        sampler = make(values, identity, replicas, rank, **given)
-        if "epoch" in options:
-            sampler.set_epoch(options["epoch"])
-        return sampler
+    lab: Lab
+    values: list[Any]
+    options: dict[str, Any]
+    batch_fn: Any = None
+    drop_last: bool = False
+    most: Any = None
 
-    what = "LoadBalancingDistributedSampler(values, lambda x: x, replicas, rank, **options)"
-    return _value(lab, what, made)
+    def make(self, replicas: int, rank: int) -> Any:
+        """Make a sampler, as a user would."""
+        given = {name: value for name, value in self.options.items() if name != "epoch"}
+        classes = self.lab.part("samplers")
+        if self.most is not None:
+            given |= {"num_replicas": replicas, "rank": rank}
+            return classes.BudgetBatchSampler(self.values, self.most, **given)
+        make = classes.LoadBalancingDistributedSampler
+        sampler = make(self.values, identity, replicas, rank, **given)
+        if self.batch_fn is None:
+            return sampler
+        make = classes.LoadBalancingDistributedBatchSampler
+        return make(sampler, self.batch_fn, self.drop_last)
 
+    def listed(self, replicas: int, rank: int) -> list[Any]:
+        """Make a sampler; return what it draws."""
+        return list(self.make(replicas, rank))
 
-def _batches(lab: Lab, sampler: Any, batch_fn: Any, drop_last: bool = False) -> Any:
-    """Make a batch sampler."""
-    make = lab.part("samplers").LoadBalancingDistributedBatchSampler
-    what = f"LoadBalancingDistributedBatchSampler(sampler, {batch_fn.__qualname__}, {drop_last})"
-    return _value(lab, what, lambda: make(sampler, batch_fn, drop_last))
+    def create(self, replicas: int, rank: int) -> Any:
+        """Make a sampler, which must be possible."""
+        drawn = {name: value for name, value in vars(self).items() if name != "lab"}
+        self.lab.drawn |= drawn
+        what = f"the sampler of values for rank {rank} of {replicas}"
+        return _value(self.lab, what, partial(self.make, replicas, rank))
+
+    def at(self, replicas: int, rank: int, epoch: int | None = None) -> Any:
+        """Make a sampler at an epoch, by default its own."""
+        epoch = self.options["epoch"] if epoch is None else epoch
+        return _at(self.lab, self.create(replicas, rank), epoch)
+
+    def plan(self, history: Any, replicas: int, epoch: int | None = None) -> list[list[list[Any]]]:
+        """Return what each replica must draw in each stretch of an epoch, by default its own."""
+        options = self.options if epoch is None else {**self.options, "epoch": epoch}
+        if self.most is not None:
+            return samplers_plain.budget_stretches(
+                self.values, self.most, history, replicas, **options
+            )
+        return samplers_plain.stretches_of(
+            self.values, history, replicas, self.batch_fn, self.drop_last, **options
+        )
 
 
 def _at(lab: Lab, sampler: Any, epoch: int) -> Any:
@@ -102,331 +139,256 @@ def _loaded(lab: Lab, sampler: Any, state: Any) -> Any:
     return sampler
 
 
-@check("S7.1", "lengths", needs=_SAMPLER, effort=3)
-def lengths(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.1.lengths", needs=_SAMPLER, effort=3)
+def lengths(lab: Lab) -> None:
     """All ranks draw the same number of samples, which is their length."""
-    values, replicas, options = draw(cases())
+    values, replicas, options = lab.draw(cases())
     wanted = samplers_plain.num_samples(len(values), replicas, options["drop_last"])
-    sampler = _sampler(lab, values, replicas, replicas - 1, options)
+    sampler = _Samples(lab, values, options).at(replicas, replicas - 1)
     _same(lab, "len(sampler)", lambda: len(sampler), wanted)
     _same(lab, "len(list(sampler))", lambda: len(list(sampler)), wanted)
 
 
-@check("S7.2", "one_replica", needs=_SAMPLER, effort=3)
-def one_replica(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.2.one_replica", needs=_SAMPLER, effort=3)
+def one_replica(lab: Lab) -> None:
     """Without shuffling, a single replica draws samples in ascending order of their exact
     complexities; the sort is stable.
     """
-    values = draw(about_an_edge() if draw(st.booleans()) else complexities)
-    sampler = _sampler(lab, values, 1, 0, {"shuffle": False, "epoch": draw(st.integers(0, 3))})
-    _draws(lab, sampler, sorted(range(len(values)), key=values.__getitem__))
+    values = lab.draw(about_an_edge() if lab.flag() else complexities)
+    samples = _Samples(lab, values, {"shuffle": False, "epoch": lab.integer(0, 3)})
+    _draws(lab, samples.at(1, 0), sorted(range(len(values)), key=values.__getitem__))
 
 
-@check("S7.2", "inputs_unchanged", needs=_SAMPLER)
-def inputs_unchanged(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.2.inputs_unchanged", needs=_SAMPLER)
+def inputs_unchanged(lab: Lab) -> None:
     """Complexities that are tensors are not changed in any epoch."""
     if lab.target.requests is not None:
         lab.skip("a program gets copies of the complexities")
-    numbers = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+    numbers = lab.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     dataset = [torch.tensor(number) for number in numbers]
-    options = {"shuffle": True, "seed": draw(st.integers(0, 5)), "random_level": draw(levels)}
-    sampler = _sampler(lab, dataset, 2, 0, options)
+    options = {"shuffle": True, "seed": lab.integer(0, 5), "random_level": lab.draw(levels)}
+    sampler = _Samples(lab, dataset, options).create(2, 0)
+    plain = _Samples(lab, numbers, {**options, "drop_last": False})
     for epoch in range(3):
-        wanted = samplers_plain.indices(numbers, 2, 0, epoch=epoch, drop_last=False, **options)
-        _draws(lab, _at(lab, sampler, epoch), wanted)
+        _draws(lab, _at(lab, sampler, epoch), plain.plan([], 2, epoch)[0][0])
     lab.assert_equal([sample.item() for sample in dataset], numbers, where="the complexities")
 
 
-@check("S7.3", "indices", needs=_SAMPLER, effort=8)
-def indices(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.3.indices", needs=_SAMPLER, effort=8)
+def indices(lab: Lab) -> None:
     """A rank's indices are as specified, and the same when iterated again."""
-    values, replicas, options = draw(cases())
+    values, replicas, options = lab.draw(cases())
     # the last one repeats most
-    rank = draw(st.one_of(st.integers(0, replicas - 1), st.just(replicas - 1)))
-    sampler = _sampler(lab, values, replicas, rank, options)
-    wanted = samplers_plain.indices(values, replicas, rank, **options)
+    rank = lab.draw(st.integers(0, replicas - 1) | st.just(replicas - 1))
+    samples = _Samples(lab, values, options)
+    sampler, wanted = samples.at(replicas, rank), samples.plan([], replicas)[0][rank]
     for _ in range(3):
         _draws(lab, sampler, wanted)
 
 
-@check("S7.3", "digits", needs=_SAMPLER, effort=2)
-def digits(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.3.digits", needs=_SAMPLER, effort=2)
+def digits(lab: Lab) -> None:
     """The bound of the noise is a product of floats, and no digit of the epoch is lost."""
-    values, replicas, options = draw(noisy_cases())
-    sampler = _sampler(lab, values, replicas, 0, options)
-    _draws(lab, sampler, samplers_plain.indices(values, replicas, 0, **options))
+    values, replicas, options = lab.draw(noisy_cases())
+    samples = _Samples(lab, values, options)
+    _draws(lab, samples.at(replicas, 0), samples.plan([], replicas)[0][0])
 
 
-@check("S7.4", "batches", needs=_BATCHES, effort=3)
-def batches(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.4.batches", needs=_BATCHES, effort=3)
+def batches(lab: Lab) -> None:
     """All replicas get the same number of batches: the largest, with batches repeated in cycle, or
     with drop_last the smallest.
     """
-    values, replicas, options = draw(cases())
+    values, replicas, options = lab.draw(cases())
     # no two replicas have the same samples, so that one alone may have the most batches
-    if draw(st.booleans()):
-        values = list(range(draw(st.sampled_from([9, 12, 20, 40]))))
-        replicas = draw(st.sampled_from([9, 12, 3]))
+    if lab.flag():
+        values = list(range(lab.choice([9, 12, 20, 40])))
+        replicas = lab.choice([9, 12, 3])
     options = {**options, "drop_last": False}
-    drop_last, owner = draw(st.booleans()), draw(st.sampled_from([replicas - 1, 0]))
-    drawn = [samplers_plain.indices(values, replicas, rank, **options) for rank in range(replicas)]
-    for batch_fn in (one_to_five, cut(draw(st.integers(1, 5))), many_for(drawn[owner][0])):
-        wanted = samplers_plain.equal_batches([batch_fn(indices) for indices in drawn], drop_last)
-        for rank in draw(st.permutations(range(replicas)))[:2]:
-            sampler = _sampler(lab, values, replicas, rank, {**options, "epoch": 0})
-            found = _at(lab, _batches(lab, sampler, batch_fn, drop_last), options["epoch"])
+    drop_last, owner = lab.flag(), lab.choice([replicas - 1, 0])
+    first = _Samples(lab, values, options).plan([], replicas)[0][owner][0]
+    for batch_fn in (one_to_five, cut(lab.integer(1, 5)), many_for(first)):
+        of_replicas = _Samples(lab, values, options, batch_fn, drop_last)
+        wanted = of_replicas.plan([], replicas)[0]
+        for rank in lab.draw(st.permutations(range(replicas)))[:2]:
+            found = _at(lab, of_replicas.at(replicas, rank, 0), options["epoch"])
             _same(lab, "len(batches)", partial(len, found), len(wanted[rank]))
             _draws(lab, found, wanted[rank], "batches")
     _draws(lab, found, wanted[rank], "batches, again")
 
 
-@check("S7.3", "position", needs=_POSITION)
-def position(lab: Lab, draw: Draw) -> None:
-    """A sampler that loads a position goes on with the sample after it, also if its epoch is set
-    again; later epochs are whole.
+def _stop_and_go_on(lab: Lab, samples: _Samples, replicas: int) -> None:
+    """Draw some of an epoch's samples or batches, and the rest from another sampler; then go to the
+    next epoch.
     """
-    values, replicas, options = draw(cases())
-    rank, epoch = draw(st.integers(0, replicas - 1)), options["epoch"]
-    wanted, following = (
-        samplers_plain.indices(values, replicas, rank, **{**options, "epoch": number})
-        for number in (epoch, epoch + 1)
-    )
-
-    def make() -> Any:
-        return _sampler(lab, values, replicas, rank, {**options, "epoch": 0})
-
-    sampler = _stop_and_go_on(lab, draw, make, epoch, wanted)
-    _at(lab, sampler, epoch + 1)
-    # the position of an epoch of which nothing has been drawn
-    saved = _value(lab, "state_dict", sampler.state_dict)
-    _draws(lab, _loaded(lab, make(), saved), following)
-    _draws(lab, sampler, following)
-
-
-def _stop_and_go_on(
-    lab: Lab, draw: Draw, make: Callable[[], Any], epoch: int, wanted: list[Any]
-) -> Any:
-    """Draw some of an epoch's samples or batches, and the rest from another sampler, which is
-    returned.
-    """
-    first, taken = _at(lab, make(), epoch), draw(st.integers(0, len(wanted)))
-    again = draw(st.booleans())
+    epoch, rank = samples.options["epoch"], lab.integer(0, replicas - 1)
+    wanted = samples.plan([], replicas)[0][rank]
+    following = samples.plan([], replicas, epoch + 1)[0][rank]
+    first, taken = samples.at(replicas, rank), lab.integer(0, len(wanted))
+    again = lab.flag()
     _same(lab, f"the first {taken}", lambda: list(itertools.islice(first, taken)), wanted[:taken])
     saved = _value(lab, "state_dict", first.state_dict)
-    second = _loaded(lab, make(), saved)
+    second = _loaded(lab, samples.at(replicas, rank, 0), saved)
     if again:
         _at(lab, second, epoch)  # which it has
     _same(lab, "len", lambda: len(second), len(wanted))
     _draws(lab, second, wanted[taken:], f"what is left after {taken}")
-    return second
+    _at(lab, second, epoch + 1)
+    # the position of an epoch of which nothing has been drawn
+    saved = _value(lab, "state_dict", second.state_dict)
+    _draws(lab, _loaded(lab, samples.at(replicas, rank, 0), saved), following)
+    _draws(lab, second, following)
 
 
-@check("S7.3", "other_settings", needs=_POSITION, effort=0.2)
-def other_settings(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.3.position", needs=_POSITION)
+def position(lab: Lab) -> None:
+    """A sampler that loads a position goes on with the sample after it, also if its epoch is set
+    again; later epochs are whole.
+    """
+    values, replicas, options = lab.draw(cases())
+    _stop_and_go_on(lab, _Samples(lab, values, options), replicas)
+
+
+@check("samplers.S7.4.position", needs=_POSITION_OF_BATCHES)
+def position_of_batches(lab: Lab) -> None:
+    """A batch sampler that loads a position goes on with the batch after it; later epochs are
+    whole.
+    """
+    values, replicas, options = lab.draw(cases())
+    options = {**options, "drop_last": False}
+    of_replicas = _Samples(lab, values, options, few_or_many, lab.flag())
+    _stop_and_go_on(lab, of_replicas, replicas)
+
+
+@check("samplers.S7.3.other_settings", needs=_POSITION, effort=0.2)
+def other_settings(lab: Lab) -> None:
     """A position that was saved with other samples, costs, seed, shuffle, drop_last or random_level
     raises a ValueError.
     """
-    size = draw(st.sampled_from([4, 5, 6, 8]))  # of even ones drop_last changes no length
-    values = draw(st.lists(st.integers(0, 20), min_size=size, max_size=size, unique=True))
-    options = {"shuffle": True, "seed": draw(st.integers(0, 5)), "drop_last": False}
-    options["random_level"] = draw(st.sampled_from([0.25, 1]))
-    saved = _value(lab, "state_dict", _sampler(lab, values, 2, 0, options).state_dict)
-    changed = {"shuffle": False, "seed": options["seed"] + 1, "drop_last": True}
+    size = lab.choice([4, 5, 6, 8])  # of even ones drop_last changes no length
+    values = lab.draw(st.lists(st.integers(0, 20), min_size=size, max_size=size, unique=True))
+    options: dict[str, Any] = {"shuffle": True, "drop_last": False, "epoch": 0}
+    options["seed"] = lab.integer(0, 5)
+    options["random_level"] = lab.choice([0.25, 1])
+    saved = _value(lab, "state_dict", _Samples(lab, values, options).at(2, 0).state_dict)
+    seed = options["seed"] + 1
+    changed = {"shuffle": False, "seed": seed, "drop_last": True, "random_level": 0.75}
     others = [(values, {**options, name: value}) for name, value in changed.items()]
-    others += [(values, {**options, "random_level": 0.75})]
-    others += [([*values, values[0]], options), (values[::-1], options)]
-    for numbers, other in others:
-        sampler = _sampler(lab, numbers, 2, 0, other)
+    for numbers, other in (*others, ([*values, values[0]], options), (values[::-1], options)):
+        samples = _Samples(lab, numbers, other)
+        sampler = samples.at(2, 0)
         what = f"load_state_dict of a sampler of {values} with {options}"
         _refuses(lab, what, partial(sampler.load_state_dict, saved))
-        _draws(lab, sampler, samplers_plain.indices(numbers, 2, 0, epoch=0, **other))
+        _draws(lab, sampler, samples.plan([], 2)[0][0])
 
 
-@check("S7.4", "position", needs=_POSITION_OF_BATCHES)
-def position_of_batches(lab: Lab, draw: Draw) -> None:
-    """A batch sampler that loads a position goes on with the batch after it."""
-    values, replicas, options = draw(cases())
-    options = {**options, "drop_last": False}
-    drop_last, rank = draw(st.booleans()), draw(st.integers(0, replicas - 1))
-    plain = [
-        few_or_many(samplers_plain.indices(values, replicas, other, **options))
-        for other in range(replicas)
-    ]
-
-    def make() -> Any:
-        sampler = _sampler(lab, values, replicas, rank, {**options, "epoch": 0})
-        return _batches(lab, sampler, few_or_many, drop_last)
-
-    wanted = samplers_plain.equal_batches(plain, drop_last)[rank]
-    _stop_and_go_on(lab, draw, make, options["epoch"], wanted)
-
-
-@check("S7.5", "refuses", needs=_BATCHES, effort=2)
-def refuses(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.5.refuses", needs=_BATCHES, effort=2)
+def refuses(lab: Lab) -> None:
     """An invalid random_level, rank, dataset, complexity (NaN), sampler, or a sampler with
     drop_last raises a ValueError.
     """
-    one = draw(st.sampled_from([1, 1.0]))  # integers and floats are not read alike
+    one = lab.choice([1, 1.0])  # integers and floats are not read alike
     levels = [-0.1, -1e-9, 1.1, 1.0004, 1 + 2.0**-52, math.nan, 2, -1]
-    nan = draw(st.permutations([one, math.nan, 2]))
-    invalid: list[tuple[list[Any], int, int, dict[str, Any]]] = [
-        *(([1, 2], 1, 0, {"random_level": level}) for level in levels),
-        ([1, 2], 2, draw(st.sampled_from([-1, 2, 5])), {}),
-        ([1, 2], draw(st.sampled_from([0, -1])), 0, {}),
-        ([], 1, 0, {}),
-        (nan, 1, 0, {"shuffle": False}),
-        ([1, math.inf], 1, 0, {}),
+    nan = lab.draw(st.permutations([one, math.nan, 2]))
+    invalid: list[tuple[list[Any], dict[str, Any], int, int]] = [
+        *(([1, 2], {"random_level": level}, 1, 0) for level in levels),
+        ([1, 2], {}, 2, lab.choice([-1, 2, 5])),
+        ([1, 2], {}, lab.choice([0, -1]), 0),
+        ([], {}, 1, 0),
+        (nan, {"shuffle": False}, 1, 0),
+        ([1, math.inf], {}, 1, 0),
     ]
-    samplers = lab.part("samplers")
-    make_batches = samplers.LoadBalancingDistributedBatchSampler
-
-    def listed(*arguments: Any, **options: Any) -> list[int]:
-        return list(samplers.LoadBalancingDistributedSampler(*arguments, **options))
-
-    for values, replicas, rank, options in invalid:
-        what = f"LoadBalancingDistributedSampler({values}, identity, {replicas}, {rank}, {options})"
+    for values, options, replicas, rank in invalid:
+        what = f"the sampler of {values} for rank {rank} of {replicas}, {options}"
         # an infinite complexity may be found with the noise
-        _refuses(lab, what, partial(listed, values, identity, replicas, rank, **options))
-    for sampler, batch_fn in (
-        ([[0]], lambda found: [found]),
-        (_sampler(lab, [1, 2], 1, 0, {"drop_last": True}), lambda found: [found]),
-        (_sampler(lab, [1, 2], 1, 0, {}), lambda found: []),
-    ):
-        what = "LoadBalancingDistributedBatchSampler(sampler, batch_fn)"
-        _refuses(lab, what, partial(make_batches, sampler, batch_fn))
+        _refuses(lab, what, partial(_Samples(lab, values, options).listed, replicas, rank))
+    make = lab.part("samplers").LoadBalancingDistributedBatchSampler
+    _refuses(lab, "batches of a list", partial(make, [[0]], lambda found: [found]))
+    for drop_last, batches in ((True, [[0]]), (False, [])):
+        samples = _Samples(lab, [1, 2], {"drop_last": drop_last}, lambda _, found=batches: found)
+        _refuses(lab, f"batches {batches}, {drop_last=}", partial(samples.make, 1, 0))
 
 
 # Epochs that continue with another number of replicas (S7.6), and batches under a budget (S7.7).
 
 
-def _continued(
-    lab: Lab,
-    draw: Draw,
-    unit: str,
-    epoch: int,
-    make: Callable[[int, int], Any],
-    plan: Callable[..., Any],
-) -> None:
+def _continued(lab: Lab, samples: _Samples) -> None:
     """Run an epoch whose number of replicas changes: each stretch draws the samples that the
     earlier ones have left, and one with as many replicas as the last continues it. The next epoch
     is whole, wherever its sampler was in this one.
     """
     history: list[tuple[int, int]] = []
-    state = None
-    for replicas in draw(st.lists(st.integers(1, 5), min_size=2, max_size=5)):
-        rank, taken = draw(st.integers(0, replicas - 1)), 0
-        sampler = make(replicas, rank)
+    state, epoch = None, samples.options["epoch"]
+    for replicas in lab.draw(st.lists(st.integers(1, 5), min_size=2, max_size=5)):
+        rank, taken = lab.integer(0, replicas - 1), 0
+        sampler = samples.at(replicas, rank)
         if state is not None:
             _loaded(lab, sampler, state)
         if history and history[-1][0] == replicas:
             taken = history.pop()[1]
-        wanted = plan(history, replicas, epoch)[-1][rank]
+        wanted = samples.plan(history, replicas)[-1][rank]
         what = f"stretch {replicas} after {history}, {taken} of it drawn"
         _same(lab, f"len of {what}", partial(len, sampler), len(wanted))
         _draws(lab, sampler, wanted[taken:], what)
         if wanted:
-            number = draw(st.integers(max(1, taken), len(wanted)))
+            number = lab.integer(max(1, taken), len(wanted))
             history.append((replicas, number))
+            unit = "samples" if (samples.batch_fn, samples.most) == (None, None) else "batches"
             state = _value(lab, "state_dict", partial(sampler.state_dict, **{unit: number}))
-    sampler = make(replicas, rank)
-    if state is not None and draw(st.booleans()):
+    sampler = samples.at(replicas, rank)
+    if state is not None and lab.flag():
         _loaded(lab, sampler, state)
     else:
         _value(lab, "the first 2", lambda: list(itertools.islice(sampler, 2)))
-    following = plan([], replicas, epoch + 1)[0][rank]
+    following = samples.plan([], replicas, epoch + 1)[0][rank]
     _draws(lab, _at(lab, sampler, epoch + 1), following, f"epoch {epoch + 1}, set in epoch {epoch}")
 
 
-@check("S7.6", "stretches", needs=_POSITION, effort=4)
-def stretches(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.6.stretches", needs=_POSITION, effort=4)
+def stretches(lab: Lab) -> None:
     """With another number of replicas, an epoch continues with the samples that no chunk has drawn,
     in the epoch's order.
     """
-    values, _, options = draw(cases())
+    values, _, options = lab.draw(cases())
     # the chunk that is filled up with the first samples is often drawn before them
-    if draw(st.booleans()):
-        values = list(range(draw(st.sampled_from([3, 5, 7, 11, 24]))))
+    if lab.flag():
+        values = list(range(lab.choice([3, 5, 7, 11, 24])))
         options = {"shuffle": True, "epoch": 0, "drop_last": False, "random_level": 0}
-        options["seed"] = draw(st.integers(0, 99))
-    _continued(
-        lab,
-        draw,
-        "samples",
-        options["epoch"],
-        lambda replicas, rank: _sampler(lab, values, replicas, rank, options),
-        lambda history, replicas, epoch: samplers_plain.stretches_of(
-            values, history, replicas, **{**options, "epoch": epoch}
-        ),
-    )
+        options["seed"] = lab.integer(0, 99)
+    _continued(lab, _Samples(lab, values, options))
 
 
-@check("S7.6", "batches", needs=_POSITION_OF_BATCHES, effort=3)
-def continued_batches(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.6.batches", needs=_POSITION_OF_BATCHES, effort=3)
+def continued_batches(lab: Lab) -> None:
     """A stretch of batches has drawn the samples in the first batches of all its replicas; the rest
     is cut anew.
     """
-    values, _, options = draw(cases())
-    options, drop_last = {**options, "drop_last": False}, draw(st.booleans())
-    batch_fn = cut(draw(st.integers(1, 3)))
-    _continued(
-        lab,
-        draw,
-        "batches",
-        options["epoch"],
-        lambda replicas, rank: _batches(
-            lab, _sampler(lab, values, replicas, rank, options), batch_fn, drop_last
-        ),
-        lambda history, replicas, epoch: samplers_plain.stretches_of(
-            values, history, replicas, batch_fn, drop_last, **{**options, "epoch": epoch}
-        ),
-    )
+    values, _, options = lab.draw(cases())
+    batch_fn, options = cut(lab.integer(1, 3)), {**options, "drop_last": False}
+    _continued(lab, _Samples(lab, values, options, batch_fn, lab.flag()))
 
 
-def _budget(
-    lab: Lab, costs: list[Any], most: Any, replicas: int, rank: int, options: dict[str, Any]
-) -> Any:
-    """Make batches under a budget, at an epoch."""
-    given = {name: value for name, value in options.items() if name != "epoch"}
-    lab.drawn |= {"costs": costs, "most": most, "options": options}
-    what = f"BudgetBatchSampler(costs, most, num_replicas={replicas}, rank={rank}, **options)"
-    make = lab.part("samplers").BudgetBatchSampler
-    return _at(
-        lab,
-        _value(lab, what, lambda: make(costs, most, num_replicas=replicas, rank=rank, **given)),
-        options["epoch"],
-    )
-
-
-@check("S7.7", "budget", needs=("BudgetBatchSampler",), effort=6)
-def budget(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.7.budget", needs=("BudgetBatchSampler",), effort=6)
+def budget(lab: Lab) -> None:
     """Batches are cut from samples in order of cost, mixed, made as many for each replica, and
     continued with other replicas.
     """
-    costs, most, options = draw(budgets())
-    options["drop_last"] = False
-    _continued(
-        lab,
-        draw,
-        "batches",
-        options["epoch"],
-        lambda replicas, rank: _budget(lab, costs, most, replicas, rank, options),
-        lambda history, replicas, epoch: samplers_plain.budget_stretches(
-            costs, most, history, replicas, **{**options, "epoch": epoch}
-        ),
-    )
+    costs, most, options = lab.draw(budgets())
+    _continued(lab, _Samples(lab, costs, {**options, "drop_last": False}, most=most))
 
 
-@check("S7.7", "dropped", needs=("BudgetBatchSampler",), effort=3)
-def dropped(lab: Lab, draw: Draw) -> None:
+@check("samplers.S7.7.dropped", needs=("BudgetBatchSampler",), effort=3)
+def dropped(lab: Lab) -> None:
     """With drop_last, the cheapest batches are dropped; if none is left, that is a ValueError."""
-    costs, most, options = draw(budgets())
-    options |= {"drop_last": True, "epoch": 0}
-    replicas = draw(st.integers(1, 4))
-    wanted = samplers_plain.budget_stretches(costs, most, [], replicas, **options)[0][0]
+    costs, most, options = lab.draw(budgets())
+    of_replicas = _Samples(lab, costs, {**options, "drop_last": True, "epoch": 0}, most=most)
+    replicas = lab.integer(1, 4)
+    wanted = of_replicas.plan([], replicas)[0][0]
     if wanted:
-        _draws(lab, _budget(lab, costs, most, replicas, 0, options), wanted, "batches")
+        _draws(lab, of_replicas.at(replicas, 0), wanted, "batches")
     else:
-        given = {name: value for name, value in options.items() if name != "epoch"}
-        make = lab.part("samplers").BudgetBatchSampler
-        what = f"BudgetBatchSampler({costs}, {most}, num_replicas={replicas}, rank=0, {given})"
-        _refuses(lab, what, partial(make, costs, most, num_replicas=replicas, rank=0, **given))
+        _refuses(
+            lab,
+            "BudgetBatchSampler, of which no batch is left",
+            partial(of_replicas.make, replicas, 0),
+        )

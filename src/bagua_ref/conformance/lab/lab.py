@@ -11,7 +11,7 @@ import functools
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -77,35 +77,32 @@ class Canary:
     """
 
     def __init__(self, values: Tensor, shift: int = 0, device: torch.device | str = "cpu") -> None:
-        self._start = _MARGIN + shift % 8
-        place = (values.shape, values.stride(), self._start)
-        extent = 1 + sum(
-            (size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True)
-        )
-        total = self._start + (extent if values.numel() else 0) + _MARGIN
-        self._item = values.element_size()
-        storage = torch.full((total * self._item,), _PATTERN, dtype=torch.uint8).view(values.dtype)
-        storage.as_strided(*place).copy_(values.detach())
-        self._inside = torch.zeros(total, dtype=torch.bool)
-        self._inside.as_strided(*place).fill_(True)
-        self._storage = storage.to(device)
-        self._was = storage.view(torch.uint8).clone()
-        self.tensor: Tensor = self._storage.as_strided(*place)
+        self._place = (values.shape, values.stride(), _MARGIN + shift % 8)
+        steps = zip(values.shape, values.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in steps) if values.numel() else 0
+        nbytes = (self._place[2] + extent + _MARGIN) * values.element_size()
+        pattern = torch.full((nbytes,), _PATTERN, dtype=torch.uint8, device=device)
+        self._storage = pattern.view(values.dtype)
+        self.tensor: Tensor = self._storage.as_strided(*self._place)
+        self.tensor.copy_(values.detach())
+        self._was = self._bytes().clone()
+
+    def _bytes(self) -> Tensor:
+        return self._storage.view(torch.uint8).cpu()
 
     def changes(self) -> tuple[list[int], list[int]]:
         """Return the places in memory that were written since the last call of this: those of the
         tensor's elements, and those beside them, relative to its start.
         """
-        now = self._storage.cpu().view(torch.uint8)
-        if torch.equal(now, self._was):
+        now, was = self._bytes(), self._was
+        if torch.equal(now, was):
             return [], []
-        changed = (now != self._was).view(-1, self._item).any(dim=1)
         self._was = now.clone()
-        inside, outside = (
-            ((changed & where).nonzero().view(-1) - self._start).tolist()
-            for where in (self._inside, ~self._inside)
-        )
-        return inside, outside
+        changed = (now != was).view(-1, self.tensor.element_size()).any(dim=1)
+        inside = torch.zeros_like(changed)
+        inside.as_strided(*self._place).fill_(True)
+        places = torch.arange(len(changed)) - self._place[2]
+        return places[changed & inside].tolist(), places[changed & ~inside].tolist()
 
 
 @dataclass
@@ -167,6 +164,7 @@ class Lab:
         most_ranks: the largest world that the check's suite is said to use.
 
     Attributes:
+        draw: takes a Hypothesis strategy, and returns a value of the current input.
         comparisons: number of comparisons for the current input.
         reason: why inputs were left out; empty if none was.
         drawn: what violations print in addition to what was drawn for the last call.
@@ -184,8 +182,6 @@ class Lab:
         self.target, self.journal = target, journal
         self.dtype_name = dtype or ""
         self.dtype: torch.dtype = getattr(torch, dtype) if dtype else torch.float32
-        self.resources = ExitStack()
-        """Resources that all inputs of the check share; closed when it ends."""
         self.long_sizes = sizes_beyond(target.tile_sizes) if large else LONG
         """Numbers of elements of long inputs; each input of a check about these has all of them."""
         self._most_ranks, self._too_many, self._inputs = most_ranks, list[int](), 0
@@ -193,6 +189,7 @@ class Lab:
         self._kept: list[KernelCall] = []
         """The last calls of kernels, whose tensors must not change any more."""
         self.reason = ""
+        self.draw: Callable[[Any], Any]
         self.begin()
 
     def begin(self) -> None:
@@ -227,6 +224,25 @@ class Lab:
         return (
             self._calls if self.target.requests is None else self.target.requests() - self._requests
         )
+
+    # Inputs.
+
+    def integer(self, least: int, most: int) -> int:
+        """Draw an integer from ``least`` to ``most``."""
+        return int(self.draw(_strategies().integers(least, most)))
+
+    def choice(self, values: Sequence[Any]) -> Any:
+        """Draw one of the values."""
+        return self.draw(_strategies().sampled_from(values))
+
+    def flag(self) -> bool:
+        """Draw True or False."""
+        return bool(self.choice([False, True]))
+
+    def seed(self) -> int:
+        """Draw any 32-bit number, all equally likely."""
+        drawn = self.draw(_strategies().binary(min_size=4, max_size=4))
+        return int.from_bytes(drawn, "big")
 
     # Parts.
 
@@ -264,11 +280,11 @@ class Lab:
         self.reason = reason
         raise Skipped(reason)
 
-    def world(self, draw: Callable[[Any], Any], worlds: Any) -> tuple[int, ...]:
+    def world(self, worlds: Any) -> tuple[int, ...]:
         """Draw the number of ranks on each node; reject worlds that are larger than the target's
         capabilities allow.
         """
-        nodes: tuple[int, ...] = draw(worlds)
+        nodes: tuple[int, ...] = self.draw(worlds)
         self.need_ranks(sum(nodes))
         return nodes
 
@@ -333,7 +349,6 @@ class Lab:
         part: str,
         method: str,
         nodes: tuple[int, ...],
-        seed: int,
         arguments: dict[str, list[Any]],
         options: dict[str, Any],
         *,
@@ -347,7 +362,6 @@ class Lab:
             part: name of the part of the target.
             method: name of the method.
             nodes: number of ranks on each node.
-            seed: seed of the interleaving.
             arguments: name -> the argument of each rank. Ranks get copies.
             options: arguments of all ranks.
             record: whether to note what is sent, as ``messages``.
@@ -358,7 +372,7 @@ class Lab:
         """
         self.need_ranks(sum(nodes))
         self.need_dtypes(tensors_in([*arguments.values()]))
-        owner = self.part(part)
+        owner, seed = self.part(part), self.seed()
         simulated = SimulatedWorld(sum(nodes), nodes=nodes, seed=seed)
         if record:
             self.messages = simulated.record()
@@ -380,7 +394,6 @@ class Lab:
         self,
         what: str,
         nodes: tuple[int, ...],
-        seed: int,
         program: Callable[[Any], Any],
         **drawn: Any,
     ) -> list[Any]:
@@ -389,7 +402,6 @@ class Lab:
         Args:
             what: what it calls, for messages.
             nodes: number of ranks on each node.
-            seed: seed of the interleaving.
             program: called with a communicator.
             drawn: what it uses, which violations print.
 
@@ -398,7 +410,7 @@ class Lab:
         """
         self.need_ranks(sum(nodes))
         self.need_dtypes(tensors_in([*drawn.values()]))
-        factory = self.part("communicator")
+        factory, seed = self.part("communicator"), self.seed()
         with self.calling(f"{what} on nodes {nodes}", nodes=nodes, seed=seed, **drawn):
             return worlds.run_world(factory, nodes, program, seed)
 
@@ -477,12 +489,19 @@ class Lab:
 
         Args:
             actual: what it returned.
-            expected: a tensor, or any other value, which must be equal.
+            expected: a tensor, lists of tensors, or any other value, which must be equal.
             tolerance: tolerance of tensors.
             magnitude: as of `tolerances.assert_equal`.
             where: what was returned, for the message.
         """
         self.comparisons += 1
+        if isinstance(expected, list | tuple) and tensors_in(expected):
+            if not (isinstance(actual, list | tuple) and len(actual) == len(expected)):
+                raise self.violation(f"{where}: {actual!r:.300} is no list of {len(expected)}")
+            for index, (one, want) in enumerate(zip(actual, expected, strict=True)):
+                inner = f"{where}[{index}]"
+                self.assert_equal(one, want, tolerance, magnitude=magnitude, where=inner)
+            return
         try:
             if not isinstance(expected, Tensor):
                 if actual != expected:
@@ -551,6 +570,12 @@ class Lab:
         owner = "codec" if codec else "kernels"
         made = f"result = {owner}.{verb}({', '.join(passed)})  # {comment}".splitlines()[0]
         return "\n".join([*before, made.removesuffix("  # "), *lines, ""])
+
+
+def _strategies() -> Any:
+    from hypothesis import strategies  # without which checks are listed, and reports are read
+
+    return strategies
 
 
 def smallest(judge: Callable[[int, int], None], size: int) -> None:

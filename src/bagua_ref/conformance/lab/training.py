@@ -5,7 +5,7 @@ S5, S9 to S11).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,27 +13,28 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.cases.strategies import Draw, name_of, seeds, worlds
+from bagua_ref.conformance.cases.strategies import name_of, worlds
 from bagua_ref.conformance.cases.training_cases import (
     ONE_BUCKET,
     ByRank,
     any_gradients,
     any_weights,
     exact_gradients,
+    grid_weights,
 )
 from bagua_ref.conformance.expected.algorithms_numpy import buckets
 from bagua_ref.conformance.expected.kernels_numpy import Array, array, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.lab.lab import Lab
 
-__all__ = ["ANYTHING", "SHOWS_GRADIENTS", "TrainedAlgorithm", "Training", "exactly", "of_kinds"]
+__all__ = ["ANYTHING", "SHOWS_GRADIENTS", "TrainedAlgorithm", "Training"]
 
 ANYTHING = Ellipsis
 """An expected value that is not compared."""
 
 SHOWS_GRADIENTS = {"shows_gradients": True}
 """The option of trainings whose steps return averaged gradients, and no weights."""
-_HOW = ("starts", "looks", "exact", "record")
+_NODES = worlds(4)
 _STATE = {"memories": "a memory", "factors": "a factor"}
 
 
@@ -46,7 +47,6 @@ class Training:
 
     Attributes:
         lab: provides the target.
-        seed: seed of the interleaving.
         method: name of a method of `ReferenceAlgorithms`.
         nodes: number of ranks on each node.
         weights: the parameters.
@@ -66,7 +66,6 @@ class Training:
     """
 
     lab: Lab
-    seed: int
     method: str
     nodes: tuple[int, ...]
     weights: list[Tensor]
@@ -88,7 +87,7 @@ class Training:
         self.index: dict[tuple[str, int], int] = {}
         self.results: list[Any] = []
         self._programs: list[list[Any]] = [[] for _ in range(self.n)]
-        self._expected: list[tuple[list[list[Any]], Tolerance, Any, str]] = []
+        self._expected: list[tuple[list[list[Any]], Tolerance, str]] = []
 
     def layout(self) -> list[list[int]]:
         """Return the places of the parameters in each bucket."""
@@ -101,9 +100,7 @@ class Training:
         return list(self.nodes) if self.options["hierarchical"] else None
 
     def of_buckets(
-        self,
-        layout: list[list[int]],
-        train: Callable[[Array, list[list[Array]], str], list[list[Array]]],
+        self, train: Callable[[Array, list[list[Array]], str], list[list[Array]]]
     ) -> list[list[list[Any]]]:
         """Return the weights by step, rank and parameter.
 
@@ -113,7 +110,7 @@ class Training:
         found: list[list[list[Any]]] = [
             [[None] * len(self.start) for _ in range(self.n)] for _ in range(self.steps)
         ]
-        for bucket in layout:
+        for bucket in self.layout():
             start = np.concatenate([self.start[place] for place in bucket])
             history = train(
                 start,
@@ -182,50 +179,34 @@ class Training:
         return torch.stack(self.tensors(step, place)).double().mean(0).to(self.weights[place].dtype)
 
     def step(
-        self,
-        expected: Any = ANYTHING,
-        tolerance: Tolerance = EXACT,
-        magnitude: Any = None,
-        how: str = "step",
+        self, expected: Any = ANYTHING, tolerance: Tolerance = EXACT, how: str = "step"
     ) -> None:
         """Let every rank take its next step.
 
         Args:
             expected: by rank and parameter, what is returned: a tensor, array or list of numbers,
                 None, or `ANYTHING`.
-            tolerance: tolerance of these.
-            magnitude: by parameter, for `SUM`; None: of the largest number that is expected of the
-                whole training.
+            tolerance: tolerance of these; the magnitude of `SUM` is the largest number that is
+                expected of a parameter in the whole training.
             how: the action.
         """
         if self.taken in self.before:
-            weights, *how_near, _ = self._expected[-1]  # what keeps the weights returns them again
-            seen = (ANYTHING,) if self.options.get("shows_gradients") else (weights, *how_near)
-            self.look(self.before[self.taken], *seen)
+            kept = () if self.options.get("shows_gradients") else self._expected[-1][:2]
+            self.look(self.before[self.taken], *kept)  # what keeps weights returns them again
         for rank, program in enumerate(self._programs):
             program.append((how, self.given[rank][self.taken]))
         self.taken += 1
-        self._expect(how, expected, tolerance, magnitude, f"{how} {self.taken}")
+        self._expect(how, expected, tolerance, f"{how} {self.taken}")
 
-    def look(
-        self,
-        action: str,
-        expected: Any = ANYTHING,
-        tolerance: Tolerance = EXACT,
-        magnitude: Any = None,
-    ) -> None:
+    def look(self, action: str, expected: Any = ANYTHING, tolerance: Tolerance = EXACT) -> None:
         """Let every rank do something that is no step; arguments are those of `step`."""
         for program in self._programs:
             program.append((action,))
-        self._expect(action, expected, tolerance, magnitude, f"{action} after step {self.taken}")
+        self._expect(action, expected, tolerance, f"{action} after step {self.taken}")
 
-    def _expect(
-        self, action: str, expected: Any, tolerance: Tolerance, magnitude: Any, where: str
-    ) -> None:
+    def _expect(self, action: str, expected: Any, tolerance: Tolerance, where: str) -> None:
         self.index[action, self.taken - 1] = len(self._expected)
-        self._expected.append(
-            ([] if expected is ANYTHING else expected, tolerance, magnitude, where)
-        )
+        self._expected.append(([] if expected is ANYTHING else expected, tolerance, where))
 
     def run(self, programs: list[list[Any]] | None = None) -> None:
         """Train, and compare what every rank returns for each action; ``programs`` replace those of
@@ -234,24 +215,15 @@ class Training:
         inputs = self._programs if programs is None else programs
         given = {"weights": self.starts, "program": inputs}
         self.results = self.lab.on_ranks(
-            "algorithms",
-            self.method,
-            self.nodes,
-            self.seed,
-            given,
-            self.options,
-            record=self.record,
+            "algorithms", self.method, self.nodes, given, self.options, record=self.record
         )
         for rank, actions in enumerate(inputs):
             self._check_form(rank, actions)
-        largest: list[float] | None = None
-        for index, (expected, tolerance, magnitude, where) in enumerate(self._expected):
-            if magnitude is None and tolerance is not EXACT:
-                magnitude = largest = largest or [self._largest()] * len(self.weights)
+        largest = self._largest()
+        for index, (expected, tolerance, where) in enumerate(self._expected):
             for rank, of_rank in enumerate(expected):
                 for place, want in enumerate(of_rank):
-                    size = None if magnitude is None else magnitude[place]
-                    self.compare(rank, index, place, want, tolerance, size, where)
+                    self.compare(rank, index, place, want, tolerance, largest[place], where)
 
     def _check_form(self, rank: int, actions: list[Any]) -> None:
         """Raise `Violation` unless a rank returned a list of tensors like its weights for each of
@@ -260,34 +232,37 @@ class Training:
         For ``("memories",)`` and ``("factors",)`` it may also return None for a weight; they have
         the dtype of the arithmetic, and factors are matrices.
         """
-
-        def expect(right: bool, value: Any, wanted: str) -> None:
-            if not right:
-                raise self.lab.violation(f"rank {rank} returned {_form(value)}{wanted}")
-
         found, weights = self.results[rank], self.starts[rank]
-        expect(_is_list(found, len(actions)), found, f", not a list of {len(actions)}")
+        self._check_list(found, len(actions), f"rank {rank}")
         for entry, (tensors, action) in enumerate(zip(found, actions, strict=True)):
             name = action[0]
-            said = f" as entry {entry}, not {len(weights)} tensors"
-            expect(_is_list(tensors, len(weights)), tensors, said)
+            where = f"rank {rank}, entry {entry}"
+            self._check_list(tensors, len(weights), where)
             for place, (x, w) in enumerate(zip(tensors, weights, strict=True)):
+                if x is None and name in _STATE:
+                    continue
                 dtype = wide(w.dtype) if name in _STATE else w.dtype
-                like = x is None if name in _STATE else False
-                if isinstance(x, Tensor) and x.dtype is dtype:
-                    like = x.dim() == 2 if name == "factors" else x.shape == w.shape
-                said = f" as parameter {place} in entry {entry}, not {dtype} of {tuple(w.shape)}"
-                expect(like, x, said)
+                right = isinstance(x, Tensor) and x.dtype is dtype
+                if right:
+                    right = x.dim() == 2 if name == "factors" else x.shape == w.shape
+                if not right:
+                    said = f"{_form(x)} instead of {dtype} of shape {tuple(w.shape)}"
+                    raise self.lab.violation(f"{where}, parameter {place}: {said}")
 
-    def _largest(self) -> float:
-        seen = [
-            np.abs(x).max()
-            for expected, *_ in self._expected
-            for rank in expected
-            for x in rank
-            if np.size(x)
-        ]
-        return float(max([*map(float, seen), 0.0])) + 1
+    def _check_list(self, found: Any, length: int, where: str) -> None:
+        if not (isinstance(found, list | tuple) and len(found) == length):
+            raise self.lab.violation(f"{where}: {_form(found)} instead of a list of {length}")
+
+    def _largest(self) -> list[float]:
+        """Return the largest finite number that is expected of each parameter, and 1 more."""
+        largest = [1.0] * len(self.weights)
+        for expected, *_ in self._expected:
+            for place, want in ((p, x) for rank in expected for p, x in enumerate(rank)):
+                if want is not ANYTHING and want is not None:
+                    numbers = torch.as_tensor(want, dtype=torch.float64).abs().flatten()
+                    finite = torch.cat([numbers[numbers.isfinite()], torch.zeros(1)])
+                    largest[place] = max(largest[place], finite.max().item() + 1)
+        return largest
 
     def compare(
         self,
@@ -322,102 +297,97 @@ class Training:
     def expect_seen(
         self,
         action: str,
-        rank: int,
         step: int,
         place: int,
-        want: Tensor | None,
+        want: Any,
         tolerance: Tolerance = EXACT,
         magnitude: Tensor | float | None = None,
         why: str = "",
     ) -> None:
-        """Raise `Violation` unless a rank returned ``want``."""
+        """Raise `Violation` unless every rank returned ``want``, or its own item if that is a
+        list.
+        """
         what = f"step {step}, {_STATE.get(action, 'the averaged gradient')}{', ' * bool(why)}{why}"
-        self.compare(rank, self.index[action, step], place, want, tolerance, magnitude, what)
-
-
-Gradients = Callable[[Draw, list[Tensor], int, int, dict[str, Any]], ByRank]
-"""Draws the gradients for weights, a number of ranks and one of steps, and options."""
-
-
-def of_kinds(kinds: st.SearchStrategy[str]) -> Gradients:
-    """Return what draws gradients of these kinds."""
-    return lambda draw, like, ranks, steps, options: any_gradients(draw, like, ranks, steps, kinds)
-
-
-def exactly(
-    draw: Draw, like: list[Tensor], ranks: int, steps: int, options: dict[str, Any]
-) -> ByRank:
-    """Return gradients whose sum and mean over ranks are exact in any order of operations."""
-    return exact_gradients(draw, like, ranks, steps)
+        for rank in range(self.n):
+            mine = want[rank] if isinstance(want, list) else want
+            index = self.index[action, step]
+            self.compare(rank, index, place, mine, tolerance, magnitude, what)
 
 
 @dataclass(frozen=True)
 class TrainedAlgorithm:
     """An algorithm of a target: how its trainings are drawn, and what they must give.
 
+    Where a value is drawn, a Hypothesis strategy may stand for it.
+
     Attributes:
         method: name of a method of `ReferenceAlgorithms`.
-        options: draws options for weights.
+        options: its keyword arguments by name, or a function of ``draw`` and the weights that
+            returns them.
         follow: takes the steps of a training, each with what it must give.
         judge: compares what depends on the results of a training.
-        worlds: number of ranks on each node, for a dtype.
-        weights: draws weights of a dtype.
-        gradients: draws their gradients.
-        steps: draws their number for options.
+        nodes: number of ranks on each node.
+        weights: the weights, or a function of ``draw`` and a dtype that draws them.
+        shapes: shapes of the weights, instead.
+        kinds: kinds of the gradients. Those of warm-up steps, and all without kinds, have sums and
+            means that are exact in any order of operations.
+        change: gets the gradients and returns those to train with.
+        steps: number of steps, or a function of the options.
+        before: for a number of steps: a step, from 0, -> an action that precedes it.
     """
 
     method: str
-    options: Callable[[Draw, list[Tensor]], dict[str, Any]]
-    follow: Callable[[Training], None]
-    judge: Callable[[Training], None] = lambda training: None
-    worlds: Callable[[torch.dtype], st.SearchStrategy[tuple[int, ...]]] = lambda dtype: worlds(4)
-    weights: Callable[[Draw, torch.dtype], list[Tensor]] = any_weights
-    gradients: Gradients = exactly
-    steps: Callable[[Draw, dict[str, Any]], int] = lambda draw, options: 3
+    options: Any
+    follow: Callable[[Training], object]
+    judge: Callable[[Training], object] = lambda training: None
+    nodes: Any = _NODES
+    weights: Any = any_weights
+    shapes: Any = None
+    kinds: tuple[str, ...] = ()
+    change: Callable[[ByRank], ByRank] = lambda gradients: gradients
+    steps: Any = 3
+    before: Callable[[int], dict[int, str]] = lambda steps: {}
 
-    def train(
-        self,
-        lab: Lab,
-        draw: Draw,
-        *,
-        nodes: tuple[int, ...] | None = None,
-        weights: list[Tensor] | None = None,
-        gradients: Gradients | None = None,
-        change: Callable[[ByRank], ByRank] = lambda given: given,
-        steps: int | None = None,
-        before: Callable[[int], dict[int, str]] = lambda steps: {},
-        follow: Callable[[Training], None] | None = None,
-        judge: Callable[[Training], None] | None = None,
-        **options: Any,
-    ) -> Training:
-        """Draw what is not given, train, and compare; arguments are the attributes, the other
-        attributes of `Training`, and options.
-
-        ``change`` gets the gradients and returns those to train with, ``before`` the number of
-        steps.
+    def train(self, lab: Lab, **given: Any) -> Training:
+        """Draw, train and compare; arguments replace attributes, and are the other attributes of
+        `Training`, and options.
         """
-        how = {name: options.pop(name) for name in _HOW if name in options}
-        nodes = draw(self.worlds(lab.dtype)) if nodes is None else nodes
+
+        def drawn(value: Any, *arguments: Any) -> Any:
+            found = value(*arguments) if callable(value) else value
+            return lab.draw(found) if isinstance(found, st.SearchStrategy) else found
+
+        def take(names: set[str]) -> dict[str, Any]:
+            return {name: given.pop(name) for name in names & given.keys()}
+
+        how = replace(self, **take({attribute.name for attribute in fields(self)}))
+        further = take({"starts", "looks", "exact", "record"})
+        nodes = drawn(how.nodes)
         lab.need_ranks(sum(nodes))  # before all the rest is drawn
-        weights = self.weights(draw, lab.dtype) if weights is None else weights
-        options = {
-            **self.options(draw, weights),
-            "bucket_bytes": draw(st.sampled_from([1, 40, ONE_BUCKET])),
-            **options,
-        }
-        steps = self.steps(draw, options) if steps is None else steps
-        given = change((gradients or self.gradients)(draw, weights, sum(nodes), steps, options))
-        how["before"] = before(steps)
-        training = Training(lab, draw(seeds), self.method, nodes, weights, given, options, **how)
+        if how.shapes is None:
+            weights = drawn(how.weights, lab.draw, lab.dtype)
+        else:
+            forms = drawn(how.shapes)
+            weights = grid_weights(lab.draw, [lab.dtype] * len(forms), forms)
+        sizes = st.sampled_from([1, 40, ONE_BUCKET])
+        options = {**drawn(how.options, lab.draw, weights), "bucket_bytes": sizes, **given}
+        options = {name: drawn(value) for name, value in options.items()}
+        steps = drawn(how.steps, options)
+        gradients = exact_gradients(lab.draw, weights, sum(nodes), steps)
+        if how.kinds:
+            warm = options.get("warmup_steps", 0)
+            others = any_gradients(lab.draw, weights, sum(nodes), steps, how.kinds)
+            gradients = [
+                exact[:warm] + mine[warm:] for exact, mine in zip(gradients, others, strict=True)
+            ]
+        further |= {"before": how.before(steps)}
+        gradients = how.change(gradients)
+        training = Training(lab, how.method, nodes, weights, gradients, options, **further)
         with np.errstate(all="ignore"):
-            (follow or self.follow)(training)
+            how.follow(training)
         training.run()
-        (judge or self.judge)(training)
+        how.judge(training)
         return training
-
-
-def _is_list(value: Any, length: int) -> bool:
-    return isinstance(value, list | tuple) and len(value) == length
 
 
 def _form(value: Any) -> str:

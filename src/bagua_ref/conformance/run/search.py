@@ -104,10 +104,9 @@ def search(
     own_seed = zlib.crc32(f"{how.seed} {check.id} {dtype}".encode())
     message = snippet = skipped = ""
     try:
-        with lab.resources:
-            seed(own_seed)(configured(given(st.data())(run)))()
-            if check.walk is not None:  # at last, as drawn failures are made small
-                attempt(partial(check.walk, lab))
+        seed(own_seed)(configured(given(st.data())(run)))()
+        if check.walk is not None:  # at last, as drawn failures are made small
+            attempt(partial(check.walk, lab))
     except Violation as violation:
         message, snippet = str(violation), violation.snippet
     except Flaky:
