@@ -9,6 +9,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from bagua_ref.simulation.scheduler import Scheduler
 from bagua_ref.simulation.tasks import Ticket, call_site
 
 
+@dataclass(eq=False, repr=False)
 class Call:
     """One rank's part in a collective, or one side of a message.
 
@@ -35,36 +37,38 @@ class Call:
         send: what this rank sends, as its function expects it; None for nothing.
         recv: receives the result.
         alike: the tensor that must have the same size and dtype on all ranks, or None.
+
+    Attributes:
+        file: of the user's line that calls.
+        line: in that file.
+        module: for which FSDP2 calls, or empty.
+        done: whether it is finished.
+        error: in which it ended, or None.
+        awaited: whether somebody waits for it.
+        source: the rank of the group from which a message is received; None for any.
+        partners: the ranks of the group of which one must take the message, or send it.
+        concerned: if the arguments do not fit together, the calls of all ranks concerned.
     """
 
-    def __init__(
-        self,
-        group: SimulatedGroup,
-        rank: int,
-        operation: str,
-        send: Any,
-        recv: Any,
-        alike: Tensor | None = None,
-    ) -> None:
-        group.scheduler.calling()  # raises outside of the run
-        self.group, self.rank, self.operation, self.send, self.recv, self.alike = (
-            group,
-            rank,
-            operation,
-            send,
-            recv,
-            alike,
-        )
-        self.file, self.line, self.module = "", 0, ""
-        self.error: Exception | None = None
-        self.done = self.awaited = False
-        self.source: int | None = None
-        """The rank of the group from which a message is received; None for any."""
-        self.partners: Sequence[int] = ()
-        """The ranks of the group of which one must take the message, or send it."""
-        self.concerned: tuple[RankCall, ...] = ()
-        """If the arguments do not fit together, the calls of all ranks concerned."""
-        self._waiting: list[Ticket] = []
+    group: SimulatedGroup
+    rank: int
+    operation: str
+    send: Any
+    recv: Any
+    alike: Tensor | None = None
+    file: str = ""
+    line: int = 0
+    module: str = ""
+    done: bool = False
+    error: Exception | None = None
+    awaited: bool = False
+    source: int | None = None
+    partners: Sequence[int] = ()
+    concerned: tuple[RankCall, ...] = ()
+    _waiting: list[Ticket] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.group.scheduler.calling()  # raises outside of the run
 
     def __str__(self) -> str:
         return (
@@ -145,6 +149,7 @@ Function = Callable[[list[Any], list[Any]], object]
 """A collective: takes what each rank sends, and each rank's receiver, in rank order."""
 
 
+@dataclass(eq=False, repr=False)
 class SimulatedGroup:
     """State shared by a group's ranks: calls of collectives that are not complete, and messages in
     flight.
@@ -154,19 +159,24 @@ class SimulatedGroup:
         name: the group's.
         ranks: the global rank of each rank of the group.
         timeout: virtual seconds that a call waits for other ranks.
+
+    Attributes:
+        under_way: the calls of each incomplete collective, by its stream and number in it, and by
+            rank.
+        sends: messages that have not been received, by receiver and tag, in the order of sending.
+        recvs: receivers whose messages have not been sent.
+        broken: why the group was given up, or None.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, name: str, ranks: Sequence[int], timeout: float
-    ) -> None:
-        self.scheduler, self.name, self.ranks, self.timeout = scheduler, name, ranks, timeout
-        self.under_way: dict[tuple[str, int], dict[int, Call]] = {}
-        """The calls of each incomplete collective, by its stream and number in it, and by rank."""
-        self._numbers: dict[tuple[str, int], int] = {}
-        self.sends: dict[tuple[int, int], deque[Call]] = {}
-        """Messages that have not been received, by receiver and tag, in the order of sending."""
-        self.recvs: dict[tuple[int, int], deque[Call]] = {}
-        self.broken: str | None = None
+    scheduler: Scheduler
+    name: str
+    ranks: Sequence[int]
+    timeout: float
+    under_way: dict[tuple[str, int], dict[int, Call]] = field(default_factory=dict)
+    sends: dict[tuple[int, int], deque[Call]] = field(default_factory=dict)
+    recvs: dict[tuple[int, int], deque[Call]] = field(default_factory=dict)
+    broken: str | None = None
+    _numbers: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def give_up(self, reason: str) -> None:
         """Make all operations raise, including those in progress."""

@@ -159,54 +159,55 @@ _COMPARED = ("schedule", "early_use", "hash_seed", "not_repeatable")
 """Findings that compare two runs."""
 
 
+@dataclass
 class _Judge:
-    def __init__(
-        self,
-        program: Program,
-        search: Exploration,
-        workers: Workers,
-        report: Judgement,
-        progress: Callable[[Judgement], None],
-    ) -> None:
-        self._program, self._search, self._workers, self._report, self._progress = (
-            program,
-            search,
-            workers,
-            report,
-            progress,
-        )
-        self._unstable: Finding | None = None
-        """Why runs cannot be compared with each other."""
-        self._memory: Finding | None = None
-        """What is sent although it is not initialised, where no result depends on it."""
+    """The search for a program's first error.
+
+    Attributes:
+        program: to run.
+        search: what to run.
+        workers: carry out the runs.
+        report: to fill in.
+        progress: called after each run.
+        unstable: why runs cannot be compared with each other.
+        memory: what is sent although it is not initialised, where no result depends on it.
+    """
+
+    program: Program
+    search: Exploration
+    workers: Workers
+    report: Judgement
+    progress: Callable[[Judgement], None]
+    unstable: Finding | None = None
+    memory: Finding | None = None
 
     def find(self) -> Finding | None:
         """Return the first error; raise TimeoutError if the time is up first."""
-        fault = self._search.fault
-        self._first = first = self._one(
-            Order(self._search.schedule or Schedule(), shows=True, fault=fault)
+        fault = self.search.fault
+        self.first = first = self._one(
+            Order(self.search.schedule or Schedule(), shows=True, fault=fault)
         )
         # It has imported what the program needs, which later runs need not wait for.
-        self._workers.end = time.monotonic() + self._search.limit
-        self._report.hints = first.hints + notes(first)
-        self._report.values = [pickle.loads(value) for _, value in sorted(first.values.items())]  # noqa: S301 # of our own fork
+        self.workers.end = time.monotonic() + self.search.limit
+        self.report.hints = first.hints + notes(first)
+        self.report.values = [pickle.loads(value) for _, value in sorted(first.values.items())]  # noqa: S301 # of our own fork
         if fault is not None:
             return after_fault(self._one(Order()), first)
-        alone = self._program.function is not None or self._search.schedule is not None
-        seeds = () if alone or not first.uses_hashes else self._search.hash_seeds
-        self._hash_seed_orders = [Order(hash_seed=seed) for seed in seeds]
-        self._faulty_orders = [
+        alone = self.program.function is not None or self.search.schedule is not None
+        seeds = () if alone or not first.uses_hashes else self.search.hash_seeds
+        self.hash_seed_orders = [Order(hash_seed=seed) for seed in seeds]
+        self.faulty_orders = [
             Order(fault=Fault(kind, rank, number))
-            for kind in self._search.faults
+            for kind in self.search.faults
             for rank, calls in enumerate(first.log)
             for number in range(1 if kind == "slow" else len(calls))
         ]
         if error := own_error(first) or nothing_communicates(first):
-            self._report.hints = [hint for hint in self._report.hints if hint not in error.message]
+            self.report.hints = [hint for hint in self.report.hints if hint not in error.message]
             return error
         filled = replace(first.order, shows=False, again=True, fills=True)
-        self._unstable = not_repeatable(first, again := self._one(filled))
-        if self._unstable is not None:
+        self.unstable = not_repeatable(first, again := self._one(filled))
+        if self.unstable is not None:
             # What is not initialised is the same in two runs that fill it; what is random is not.
             is_memory = _is_equal(again, self._one(filled))
             if again.kind or not is_memory:
@@ -216,14 +217,14 @@ class _Judge:
                 if error is not None and (not is_memory or plain.message == again.message):
                     return error
                 if not is_memory:
-                    self._unstable = not_repeatable(first, plain) or self._unstable
+                    self.unstable = not_repeatable(first, plain) or self.unstable
             if is_memory and (again.kind or first_difference(first, again, False)):
                 self._times()  # and no more runs, which may do anything
-                return self._unstable
+                return self.unstable
             if is_memory:
-                self._memory, self._unstable = self._unstable, None
+                self.memory, self.unstable = self.unstable, None
         phases = [self._times, self._schedules]
-        if self._unstable is None:
+        if self.unstable is None:
             phases = [
                 self._times,
                 self._early_use,
@@ -231,13 +232,13 @@ class _Judge:
                 self._hash_seeds,
                 self._faults,
             ]
-        finding = next(filter(None, (phase() for phase in phases)), self._unstable)
-        if self._memory is not None and finding is not None and finding.kind in _COMPARED:
-            return self._memory
-        if self._memory is not None:
-            self._report.hints.append(
+        finding = next(filter(None, (phase() for phase in phases)), self.unstable)
+        if self.memory is not None and finding is not None and finding.kind in _COMPARED:
+            return self.memory
+        if self.memory is not None:
+            self.report.hints.append(
                 "memory that is not initialised is sent:"
-                f" {self._memory.change}, and no result changes"
+                f" {self.memory.change}, and no result changes"
             )
         return finding
 
@@ -245,36 +246,34 @@ class _Judge:
         """Take the times of the first run, or of another whose compute is measured, which nothing
         else is compared with.
         """
-        seen = self._first
-        if self._program.link is not None and self._program.compute is None and not seen.kind:
+        seen = self.first
+        if self.program.link is not None and self.program.compute is None and not seen.kind:
             seen = self._one(Order(seen.order.schedule, measures=True))
             if seen.kind:
-                self._report.hints.append(
+                self.report.hints.append(
                     f"no times: in the run that measures compute, {seen.message}"
                 )
-        self._report.timeline = seen.timeline
+        self.report.timeline = seen.timeline
 
     def _early_use(self) -> Finding | None:
         def differs(lines: Sequence[tuple[str, int]]) -> bool:
-            seen = self._one(Order(self._first.order.schedule, prompt=lines))
-            sends_otherwise = self._first.log == seen.log and self._first.sent != seen.sent
-            return self._differs(seen) is not None or (self._memory is None and sends_otherwise)
+            seen = self._one(Order(self.first.order.schedule, prompt=lines))
+            sends_otherwise = self.first.log == seen.log and self.first.sent != seen.sent
+            return self._differs(seen) is not None or (self.memory is None and sends_otherwise)
 
-        lines = sorted({(call.file, call.line) for calls in self._first.log for call in calls})
+        lines = sorted({(call.file, call.line) for calls in self.first.log for call in calls})
         if not differs(lines):
             return None
-        return used_early(self._first, next((line for line in lines if differs([line])), None))
+        return used_early(self.first, next((line for line in lines if differs([line])), None))
 
     def _schedules(self) -> Finding | None:
-        if self._search.schedule is not None:
-            return None if self._unstable else self._compared(self._one(Order()), self._first)
-        if self._search.deviations is None:
-            self._plan(self._search.seeds)
-            runs = self._carry_out(
-                Order(SeededSchedule(seed)) for seed in range(self._search.seeds)
-            )
+        if self.search.schedule is not None:
+            return None if self.unstable else self._compared(self._one(Order()), self.first)
+        if self.search.deviations is None:
+            self._plan(self.search.seeds)
+            runs = self._carry_out(Order(SeededSchedule(seed)) for seed in range(self.search.seeds))
             return next(filter(None, map(self._examined, runs)), None)
-        schedules = Schedules(self._search.deviations, 10**9)
+        schedules = Schedules(self.search.deviations, 10**9)
         for seen in self._carry_out(
             Order(taken) if (taken := schedules.take()) else None for _ in repeat(None)
         ):
@@ -287,26 +286,26 @@ class _Judge:
 
     def _plan(self, runs: int) -> None:
         """Set the number of planned runs: ``runs`` more, and those of the last two phases."""
-        self._report.planned = (
-            self._report.runs + runs + len(self._hash_seed_orders) + len(self._faulty_orders)
+        self.report.planned = (
+            self.report.runs + runs + len(self.hash_seed_orders) + len(self.faulty_orders)
         )
 
     def _hash_seeds(self) -> Finding | None:
         self._plan(0)
-        for seen in self._carry_out(iter(self._hash_seed_orders)):
+        for seen in self._carry_out(iter(self.hash_seed_orders)):
             finding = (
-                depends_on_hash_seed(self._first, seen)
-                if self._memory is None
+                depends_on_hash_seed(self.first, seen)
+                if self.memory is None
                 else self._differs(seen)
             )
             if finding is not None:
-                self._report.planned = self._report.runs + 1
+                self.report.planned = self.report.runs + 1
                 return not_repeatable(seen, self._one(seen.order)) or finding
         return None
 
     def _faults(self) -> Finding | None:
-        runs = self._carry_out(iter(self._faulty_orders))
-        return next(filter(None, (after_fault(self._first, seen) for seen in runs)), None)
+        runs = self._carry_out(iter(self.faulty_orders))
+        return next(filter(None, (after_fault(self.first, seen) for seen in runs)), None)
 
     def _one(self, order: Order) -> Observation:
         [seen] = self._carry_out(iter([order]))
@@ -314,29 +313,29 @@ class _Judge:
 
     def _carry_out(self, orders: Iterator[Order | None]) -> Iterator[Observation]:
         """Carry out orders, several at a time, and count the runs."""
-        for seen in self._workers.carry_out(orders):
-            self._report.runs += 1
-            self._progress(self._report)
+        for seen in self.workers.carry_out(orders):
+            self.report.runs += 1
+            self.progress(self.report)
             yield seen
 
     def _differs(self, seen: Observation) -> Finding | None:
-        if self._unstable is not None:
+        if self.unstable is not None:
             return own_error(seen)
-        return own_error(seen) or self._compared(self._first, seen)
+        return own_error(seen) or self._compared(self.first, seen)
 
     def _compared(self, first: Observation, seen: Observation) -> Finding | None:
-        return first_difference(first, seen, self._search.compares_stdout)
+        return first_difference(first, seen, self.search.compares_stdout)
 
     def _examined(self, seen: Observation) -> Finding | None:
         """Return a run's error, shrunk to a schedule with as few of its deviations as possible."""
         finding = self._differs(seen)
         if finding is None:
             return None
-        self._workers.end = max(self._workers.end, time.monotonic() + _EXTRA)
-        last, places = self._report.runs + _SHRINKING, seen.order.schedule.places()
+        self.workers.end = max(self.workers.end, time.monotonic() + _EXTRA)
+        last, places = self.report.runs + _SHRINKING, seen.order.schedule.places()
         size = len(places) // 2
         with suppress(TimeoutError):
-            while size and self._report.runs < last:
+            while size and self.report.runs < last:
                 parts = [places[start : start + size] for start in range(0, len(places), size)]
                 for fewer in parts + [
                     [place for place in places if place not in part] for part in parts

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,6 +39,7 @@ class Unwind(BaseException):
     """Ends a waiting thread once the run is over."""
 
 
+@dataclass(eq=False, slots=True)
 class Ticket:
     """One thread's wait for one thing.
 
@@ -46,34 +48,44 @@ class Ticket:
         collective: whether only other ranks can end this wait.
         call: the communication that it waits for, whose ``facts()`` are a `RankCall`.
         granted: whether it is over, with the result ``value``.
+        deadline: the virtual time at which it ends anyway.
+        passes: whether it ends by itself, as a sleep does.
     """
 
-    __slots__ = ("call", "collective", "deadline", "granted", "passes", "task", "value", "what")
+    task: Task | None
+    what: str
+    collective: bool = False
+    call: Any = None
+    granted: bool = False
+    value: Any = None
+    deadline: float = math.inf
+    passes: bool = False
 
-    def __init__(
-        self, task: Task | None, what: str, collective: bool = False, call: Any = None
-    ) -> None:
-        self.task, self.what, self.collective, self.call = task, what, collective, call
-        self.granted, self.value = False, None  # type: bool, Any
-        self.deadline, self.passes = math.inf, False
 
-
+@dataclass(eq=False, repr=False)
 class Task:
     """A scheduled thread; ``rank`` is the rank that it belongs to, ``thread`` its name, or empty
     for the rank's main thread.
     """
 
-    def __init__(self, rank: int, name: str, is_main: bool, function: Callable[[], None]) -> None:
-        self.rank, self.name, self.is_main, self.function = rank, name, is_main, function
-        self.context = contextvars.copy_context()
+    rank: int
+    name: str
+    is_main: bool
+    function: Callable[[], None]
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    joining: list[Ticket] = field(default_factory=list)
+    ident: int | None = None
+    system_id: int = 0
+    ticket: Ticket | None = None
+    ready: bool = False
+    unwinding: bool = False
+    done: bool = False
+    killed: bool = False
+
+    def __post_init__(self) -> None:
+        self.thread = "" if self.is_main else self.name
         self._baton = threading.Lock()
         self._baton.acquire()
-        self.system_id = 0
-        self.ident: int | None = None
-        self.ticket: Ticket | None = None
-        self.ready = self.unwinding = self.done = self.killed = False
-        self.joining: list[Ticket] = []
-        self.thread = "" if is_main else name
 
     def __repr__(self) -> str:
         return f"rank {self.rank}" if self.is_main else f"rank {self.rank}'s thread {self.name!r}"
