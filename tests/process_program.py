@@ -1,4 +1,4 @@
-"""A program for ``verify --command`` with every part, which returns what is expected, with the fault
+"""A program for ``verify --command`` with every part, made of the package's own, and with the fault
 chosen.
 
 python process_program.py ["planted" | "errors"]; ranks exchange files in the folder
@@ -17,15 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.backends.base import KernelBackend
-from bagua_ref.conformance.cases.answers import answer
-from bagua_ref.conformance.cases.tensor_files import name_of
+from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.conformance.expected import collectives_plain
-from bagua_ref.conformance.expected.codecs_scalar import FORMATS, MINMAX, payload_size
 from bagua_ref.conformance.targets.process_link import DTYPES
 
-KERNELS = [name.strip("_") for name in KernelBackend.__abstractmethods__]
+KERNELS = (
+    "add",
+    "subtract",
+    "add_scaled",
+    "average",
+    "divide",
+    "combine_ring",
+    "async_average",
+    "update_momentum",
+    "reduce_chunks",
+    "gather_flat",
+    "scatter_flat",
+    "order_by_complexity",
+)
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
+BACKEND = get_backend("reference")
 
 
 class World:
@@ -83,22 +94,56 @@ class Program:
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         call = header["call"]
         if call == "hello":
-            has = {"kernels": KERNELS, "codecs": [MINMAX, "OneBit", *FORMATS], "collectives": True}
+            has = {"kernels": KERNELS, "codecs": [*BACKEND.codecs], "collectives": True}
             return {"protocol": 2, "name": "everything", **has}, {}
         if FAULT == "errors" and call != "world":
             return {"error": "no cheese"}, {}
-        if call == "payload_bytes":
-            return {"value": payload_size(header["codec"], header["num_elements"])}, {}
-        if call not in KERNELS and call not in ("compress", "decompress"):
-            return {}, self.collective(call, header, t)
-        others = ("id", "call", "tensors", "dtype", "one_minus_beta1")
-        given = {name: value for name, value in header.items() if name not in others}
-        dtypes = [header["dtype"]] if "dtype" in header else [name_of(x.dtype) for x in t.values()]
-        operation = f"{'kernels' if call in KERNELS else 'codecs'}/{call}"
-        found = answer(operation, [*dtypes, "float32"][0], t, given)
+        if call in KERNELS:
+            return {}, self.kernel(call, header, t)
+        if call in ("payload_bytes", "compress", "decompress"):
+            return self.codec(call, header, t)
+        return {}, self.collective(call, header, t)
+
+    def kernel(self, call: str, header: dict[str, Any], t: dict[str, Tensor]) -> dict[str, Tensor]:
+        if call == "order_by_complexity":
+            return {"order": BACKEND.order_by_complexity(t["keys"])}
+        if call == "gather_flat":
+            flat = torch.cat([x.reshape(-1) for x in t.values()]) if t else torch.empty(0)
+            return {"flat": flat}
+        if call == "scatter_flat":
+            outs = [torch.empty(shape, dtype=t["flat"].dtype) for shape in header["shapes"]]
+            BACKEND.scatter_flat(t["flat"], outs)
+            return {f"t{place}": x for place, x in enumerate(outs)}
+        x, *others = t.values()
+        numbers = [
+            header[name] for name in ("factor", "divisor", "nranks", "beta1") if name in header
+        ]
+        if call == "reduce_chunks":
+            numbers = [header[name] for name in ("num_chunks", "target_chunk", "average")]
+        if call == "update_momentum":  # from the rounded factors, which the request has
+            BACKEND._update_momentum_(x, *others, header["beta1"], header["one_minus_beta1"])
+        else:
+            getattr(BACKEND, f"{call}_")(x, *others, *numbers)
         if FAULT == "planted" and call == "add_scaled":
-            found["x"] += header["factor"] * 1e-3
-        return {}, found
+            x += header["factor"] * 1e-3
+        return {"x": x}
+
+    def codec(
+        self, call: str, header: dict[str, Any], t: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        codec = get_codec(header["codec"], BACKEND)
+        if call == "payload_bytes":
+            return {
+                "value": codec.payload_bytes(header["num_elements"], DTYPES[header["dtype"]])
+            }, {}
+        if call == "compress":
+            found = codec.compress(
+                t["x"], header["num_chunks"], header.get("target_chunk"), t.get("payload")
+            )
+            return {}, {"payload": found}
+        out = torch.empty(header["num_elements"], dtype=DTYPES[header["dtype"]])
+        codec.decompress(t["payload"], header["num_chunks"], out)
+        return {}, {"x": out}
 
     def collective(
         self, call: str, header: dict[str, Any], t: dict[str, Tensor]
