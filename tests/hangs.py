@@ -158,11 +158,19 @@ HANGS = [
         taken = [row[rank] for row in given]
         taken[0] -= rank
         dist.all_to_all_single(torch.empty(sum(taken)), x, taken, given[rank])  # HERE
-        dist.barrier()  # HERE
+        dist.barrier()
         """,
-        "absent",
-        "rank 1 has no dump",
-        simulated=False,
+        "exception",
+        "native code ended the process",
+    ),
+    Hang(
+        "sizes_at_which_gloo_aborts",
+        2,
+        """
+        dist.all_gather([torch.zeros(3 + rank)] * 2, torch.ones(3 + rank))  # HERE
+        """,
+        "exception",
+        "native code ended the process",
     ),
     Hang(
         "groups_in_another_order",

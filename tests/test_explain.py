@@ -128,6 +128,33 @@ def test_the_first_difference_is_named_with_its_ranks_and_lines(tmp_path: Path) 
     assert "ranks 0-1, 3 call all_reduce of float32[4] at /job/train.py:91" in found.message
 
 
+def test_a_failed_call_is_named_with_the_ranks_that_have_ended(tmp_path: Path) -> None:
+    script = hangs.Hang("", 2, "if rank == 0:\n    dist.monitored_barrier()  # HERE", "failed", "")
+    found = explained(tmp_path / "barrier", script.text(), 2)
+    assert_named(found, script)
+    assert "fails in monitored_barrier()" in str(found.finding)
+    assert "rank 1 has ended" in str(found.finding)
+
+
+def test_a_crash_is_named_by_its_line(tmp_path: Path) -> None:
+    for rank in range(3):
+        dump(tmp_path, rank, [entry(1)])
+        (tmp_path / f"rank_{rank}.crash").touch()
+    assert explain(tmp_path).finding is None
+    (tmp_path / "rank_1.crash").write_text(
+        "Fatal Python error: Segmentation fault\n\n"
+        'Thread 0x0000000000000001 (most recent call first):\n  File "/job/load.py", line 3 in f\n\n'
+        "Current thread 0x0000000000000002 (most recent call first):\n"
+        '  File "/venv/lib/python3.11/site-packages/torch/nn/functional.py", line 9 in linear\n'
+        '  File "/job/train.py", line 7 in step\n  File "/job/train.py", line 70 in <module>\n\n'
+        "Extension modules: numpy (total: 1)\n"
+    )
+    found = explain(tmp_path).finding
+    assert found is not None
+    assert (found.kind, found.rank, found.line) == ("exception", 1, 7)
+    assert "Segmentation fault" in found.message
+
+
 def test_a_rank_without_the_call_is_named_with_its_last_one(tmp_path: Path) -> None:
     for rank in range(3):
         late = [] if rank == 1 else [pending(3, 7)]
@@ -278,7 +305,7 @@ def test_our_own_recorder_says_who_waits(tmp_path: Path) -> None:
     path.write_text(json.dumps(content | {"waits": [], "error": "CommunicationError: why"}))
     finding = explain(tmp_path).finding
     assert finding is not None
-    assert (finding.kind, finding.message) == ("failed", "rank 0 reports: why")
+    assert (finding.kind, finding.message) == ("failed", "rank 0 fails: why")
 
 
 class Bad:

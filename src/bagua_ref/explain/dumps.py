@@ -116,8 +116,8 @@ class RankDump:
         stacks: of its threads, the main thread's first, and pending messages.
         limit: the seconds after which a thread's wait is too long.
         reason: for which it was dumped, such as "timeout" or "exit"; empty if it is unknown.
-        error: of the rank: ``type``, ``message`` and whether it is one of ``communication``; None:
-            it has none.
+        error: of the rank: ``type``, ``message`` and whether it is one of ``communication``, None of
+            a crash; None: it has none.
         has_ended: whether the process has ended without an exception.
         world_size: 0 if it is unknown.
         version: of the recorder's format; empty without a recorder's dump.
@@ -157,7 +157,9 @@ def read_dumps(folder: str | Path) -> dict[int, RankDump]:
     files: dict[int, list[Path]] = {}
     try:
         for path in sorted(Path(folder).iterdir()):
-            if (match := _FILE.fullmatch(path.name)) and path.is_file():
+            match = _FILE.fullmatch(path.name)
+            # a process that has not crashed leaves its file of crashes empty
+            if match and path.is_file() and (path.stat().st_size or path.suffix != ".crash"):
                 files.setdefault(int(match[1]), []).append(path)
     except OSError as error:
         raise DumpError(f"cannot read {str(folder)!r}: {error.strerror}") from None
@@ -209,7 +211,7 @@ def _read_rank(entry: tuple[int, list[Path]]) -> RankDump:
     try:
         for path in sorted(paths, key=lambda path: path.stat().st_mtime):
             kind, content = _load(path)
-            if kind != "spy" and content.get("rank", rank) != rank:
+            if isinstance(content, dict) and content.get("rank", rank) != rank:
                 raise ValueError(f"it is of rank {content['rank']}, and not of rank {rank}")
             # our own recorder writes a file for each failure; the last one counts
             if kind in chosen and kind != "operations":
@@ -239,7 +241,9 @@ def _load(path: Path) -> tuple[str, Any]:
                 content = _Unpickler(file).load()
             except Exception as error:  # pickle raises anything on damaged data
                 raise ValueError(f"it is damaged or truncated: {error}") from None
-        elif re.search(rb"(?m)^Thread \w+ \(", data := file.read()):
+        elif (data := file.read()).startswith(b"Fatal Python error"):
+            return "crash", data.decode(errors="replace")
+        elif re.search(rb"(?m)^Thread \w+ \(", data):
             return "spy", data.decode(errors="replace")
         else:
             try:
@@ -405,10 +409,26 @@ def _read_own(dump: RankDump, content: Mapping[str, Any]) -> None:
         dump.error, dump.limit = {"type": kind, "message": message, "communication": True}, 0.0
 
 
+def _read_crash(dump: RankDump, content: str) -> None:
+    """Read what Python's faulthandler has written of a process that native code ended; the main
+    thread comes last.
+    """
+    first, *threads = re.split(r"(?m)^(?:Current t|T)hread ", content)
+    for part in reversed(threads):
+        frames = [
+            {"function": function, "filename": file, "line": int(line), "text": ""}
+            for file, line, function in re.findall(r'(?m)^  File "(.+)", line (\d+) in (.+)$', part)
+        ]
+        _read_threads(dump, [{"name": "", "seconds": 0.0, "call": {}, "frames": frames}])
+    kind, _, message = first.strip().partition(": ")
+    dump.error = {"type": kind, "message": message, "communication": None}
+
+
 _READERS: dict[str, Callable[[RankDump, Any], None]] = {
     "threads": _read_stacks,  # first: it knows the time
     "operations": _read_own,
     "pickle": _read_recorder,
     "entries": _read_recorder,
     "spy": _read_spy,
+    "crash": _read_crash,
 }

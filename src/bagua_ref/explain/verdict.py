@@ -88,7 +88,7 @@ def explain(folder: str | Path) -> Explanation:
         found.notes += [f"{text}, and went on later" for text in waits(found.waits)]
         found.waits.clear()
     log = _log(found)
-    checks = _exception, _other_groups, _mismatch, _mismatch_of_threads, _waiting
+    checks = _exception, _other_groups, _mismatch, _mismatch_of_threads, _crash, _waiting
     found.finding = next(filter(None, (check(found) for check in checks)), None)
     if found.finding is None:
         found.notes += meetings(log)
@@ -192,9 +192,18 @@ def _at(kind: str, text: str, call: RankCall) -> Finding:
 
 def _exception(found: Explanation) -> Finding | None:
     """Return the first exception of a rank that communication did not raise."""
+    return _first_error(found, False)
+
+
+def _crash(found: Explanation) -> Finding | None:
+    """Return the first rank whose process native code ended, as communication may do."""
+    return _first_error(found, None)
+
+
+def _first_error(found: Explanation, communication: bool | None) -> Finding | None:
     for dump in sorted(found.dumps.values(), key=lambda dump: dump.time):
         error = dump.error
-        if error is not None and not error["communication"]:
+        if error is not None and error["communication"] is communication:
             call = dump.stacks[0].call  # of the main thread, which has raised it
             text = f"exception on rank {dump.rank} at {place(call.file, call.line)}: "
             return _at("exception", f"{text}{error['type']}: {error['message']}", call)
@@ -280,10 +289,17 @@ def _mismatch_of_threads(found: Explanation) -> Finding | None:
 
 def _waiting(found: Explanation) -> Finding | None:
     """Return who waits for whom: in a circle, for ranks that do not come, or for nobody."""
+    absent = _absent(found)
+    sentences = [_whereabouts(found, rank) for rank in absent[:3]]
+    if len(absent) > 3:
+        sentences.append(f"{len(absent) - 3} more do not come")
     if not found.waits:
-        for rank, dump in found.dumps.items():
-            if dump.error is not None:
-                return Finding("failed", f"rank {rank} reports: {dump.error['message']}", rank)
+        failed = [dump for dump in found.dumps.values() if dump.error is not None]
+        for dump in sorted(failed, key=lambda dump: dump.time)[:1]:
+            call = dump.stacks[0].call if dump.stacks else RankCall(dump.rank, "", "", "", "", 0)
+            at = f" in {call.operation or 'a call'} at {place(call.file, call.line)}"
+            text = f"rank {dump.rank} fails{at if call.file else ''}: {dump.error['message']}"
+            return _at("failed", "; ".join([text, *sentences]), call)
         return None
     graph: dict[int, set[int]] = defaultdict(set)
     for call in found.waits:
@@ -294,10 +310,6 @@ def _waiting(found: Explanation) -> Finding | None:
     calls = [call for call in found.waits if call.rank in circle] or found.waits
     if circle:
         return _at("deadlock", f"deadlock: {'; '.join(waits(calls))}", minority(calls))
-    absent = _absent(found)
-    sentences = [_whereabouts(found, rank) for rank in absent[:3]]
-    if len(absent) > 3:
-        sentences.append(f"{len(absent) - 3} more do not come")
     if not absent:
         sentences = ["all ranks have come: the network, a device or the backend is stuck"]
     text = "; ".join([*waits(calls), *sentences])
@@ -305,7 +317,12 @@ def _waiting(found: Explanation) -> Finding | None:
 
 
 def _absent(found: Explanation) -> list[int]:
-    """Return the ranks for which others wait, and which wait for nobody."""
+    """Return the ranks for which others wait, and which wait for nobody; if no wait is known, those
+    that have ended or have no dump.
+    """
+    if not found.waits:
+        ranks, dumps = range(found.world_size), found.dumps
+        return [rank for rank in ranks if rank not in dumps or dumps[rank].reason == "exit"]
     awaited = {rank for call in found.waits for rank in call.waits_for}
     return sorted(awaited - {call.rank for call in found.waits})
 
@@ -324,7 +341,7 @@ def _whereabouts(found: Explanation, rank: int) -> str:
     if dump.reason == "exit":
         return f"rank {rank} has ended{last}"
     text = f"rank {rank} makes no call{last}"
-    if newest.size:
+    if newest.size and found.waits:
         others = found.dumps[found.waits[0].rank].calls["created"]
         early = (others.max(initial=0) - newest["created"][0]) / 1e9
         if early >= 1:
@@ -356,6 +373,9 @@ def _cause(found: Explanation, finding: Finding, log: list[list[RankCall]]) -> t
     kind, calls = finding.kind, found.waits
     if kind == "groups":
         return "groups are created in another order on some ranks", "certain"
+    if kind == "exception" and "Fatal Python error" in finding.message:
+        guess = "native code ended the process; gloo does so if sizes differ between ranks"
+        return f"{guess}: see the last lines of rank {finding.rank}'s output", "possible"
     if kind == "exception":
         return f"rank {finding.rank} fails by itself, and the others wait for it", "certain"
     if kind == "mismatch":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import json
 import linecache
 import math
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch._C._distributed_c10d as native
 import torch.distributed as dist
@@ -68,6 +69,7 @@ class HangWatch:
         self._excepthook = sys.excepthook
         self._thread = threading.Thread(target=self._run, name="explain_hangs", daemon=True)
         self._receive, self._send = -1, -1
+        self._crash: IO[str] | None = None
 
     def start(self) -> None:
         """Begin to watch."""
@@ -76,6 +78,8 @@ class HangWatch:
             path.unlink(missing_ok=True)  # left over from an earlier run
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if "RANK" in os.environ:
+            self._watch_crashes()
         self._receive, self._send = os.pipe()
         os.set_blocking(self._send, False)
         previous = signal.getsignal(signal.SIGTERM)
@@ -110,9 +114,21 @@ class HangWatch:
             signal.signal(signal.SIGTERM, self._previous)
             if (other := signal.set_wakeup_fd(self._wakeup)) != self._send:
                 signal.set_wakeup_fd(other)
+        if self._crash is not None:
+            # It stays open: the program may use faulthandler itself by now, which does not tell.
+            Path(self._crash.name).unlink(missing_ok=True)
         os.close(self._receive)
         os.close(self._send)
         self._receive = -1
+
+    def _watch_crashes(self) -> None:
+        """Let crashes of native code, which leave no time for a dump, write all stacks; not if the
+        program uses faulthandler itself.
+        """
+        if self._crash is None and not faulthandler.is_enabled():
+            path = self.folder / f"rank_{self._rank()}.crash"
+            self._crash = path.open("w", encoding="utf-8")
+            faulthandler.enable(self._crash)
 
     def dump(self, reason: str, error: BaseException | None = None) -> None:
         """Write what this rank does: its flight recorder, and its stacks and groups."""
@@ -225,6 +241,7 @@ class HangWatch:
                 oldest = min(oldest, since)
         if not dist.is_initialized():
             return
+        self._watch_crashes()
         self._groups |= _groups()
         dump = getattr(native, "_dump_fr_trace_json", None)
         for entry in json.loads(dump(True, True)).get("entries", []) if dump else []:
@@ -369,7 +386,8 @@ def explain_hangs(folder: str | Path, *, after: float | None = None) -> HangWatc
     folder. A daemon thread looks once a second. It writes torch's flight recorder, the stack of
     each thread and the ranks of each group when a call of this rank has waited too long, when
     another rank has written, after SIGTERM (also while the main thread is blocked, and before other
-    handlers), after an exception that nothing catches, and at the end.
+    handlers), after an exception that nothing catches, and at the end. Unless the program has enabled
+    `faulthandler`, this does: a crash of native code writes the stacks, too.
 
     Args:
         folder: made if need be. Files of this rank from an earlier run are removed.
