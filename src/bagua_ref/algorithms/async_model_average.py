@@ -30,8 +30,8 @@ __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "Stat
 
 @dataclass(frozen=True, eq=False)
 class AsyncModelAverageAlgorithm(Algorithm):
-    """Weights are averaged in the background, at intervals of time, while every rank trains at its
-    own speed (S5.6, S3.6).
+    """Asynchronous model averaging: weights are averaged in the background at time intervals while
+    every rank trains at its own speed (S5.6, S3.6).
 
     Ranks need not take the same number of steps; call ``model.bagua_algorithm.abort(model)`` on
     every rank before evaluating. ``destroy_process_group()`` and the end of the interpreter do so,
@@ -62,7 +62,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
 @implements(AsyncModelAverageAlgorithm)
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
-    """`AsyncModelAverageAlgorithm` at work on one module.
+    """Implementation of `AsyncModelAverageAlgorithm` for one module.
 
     The buckets of weights, their operations and the background thread exist from the start: a rank
     that aborts during warm-up must take part in the rounds of ranks that have finished theirs.
@@ -96,12 +96,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     @property
     def step(self) -> int:
-        """The training step under way, from 0 (S5)."""
+        """Index of the current training step, from 0 (S5)."""
         return self.context.bagua_train_step_counter - 1
 
     @property
     def phase(self) -> int:
-        """0 while steps of the warm-up are to come, 1 until the first step after it, then 2."""
+        """Phase index: 0 during warm-up, 1 until the first step after it, then 2."""
         if not self._warming_up:
             return 2
         return int(self.warmup.past_warmup(self.context.bagua_train_step_counter))
@@ -123,8 +123,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return super().init_tensors(bagua_ddp) if self._warming_up else self._weights()
 
     def _weights(self) -> list[Tensor]:
-        """Return proxies of the parameters, which may be registered for their gradients at the same
-        time.
+        """Return proxies of the parameters; the parameters themselves may be registered for their
+        gradients at the same time.
         """
         return [
             register(
@@ -139,8 +139,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool
     ) -> list[BaguaBucket]:
-        """Return the gradients' buckets in warm-up, after it one bucket of weights for each dtype
-        and device.
+        """Return buckets of gradients in warm-up, and one bucket of weights per dtype and device
+        after it.
 
         Raises:
             ValueError: do_flatten is False.
@@ -184,13 +184,15 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         cast(BaguaProcessGroup, group).before_destruction = self._rounds.end
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.1 to the gradients' buckets; the weights' have their operation already."""
+        """Append gradient averaging (S3.1) to buckets of gradients; buckets of weights already have
+        their operation.
+        """
         if bucket not in self._weight_buckets:
             bucket.append_centralized_synchronous_op(group=self.process_group)
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
         """Start averaging at the second forward pass after the warm-up; raise the error that ended
-        it, if any.
+        the averaging thread, if any.
         """
 
         def hook(input: Any) -> None:
@@ -207,7 +209,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return super().init_backward_hook(bagua_ddp) if self._warming_up else nothing
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Wait for the gradients and release the weights, whatever the output was."""
+        """Wait for the gradients and release the weight locks, whatever the forward pass
+        returned.
+        """
 
         def hook() -> None:
             bagua_ddp.engine.wait_pending_comm_ops()
@@ -233,8 +237,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._rounds.stop()
 
     def resume(self, bagua_ddp: Any = None, *, bagua_module: Any = None) -> None:
-        """Let training forwards start averaging again after `abort`; does nothing if it was not
-        aborted (S5.6).
+        """Allow averaging again after `abort`, from the next training forward pass; no effect if it
+        was not aborted (S5.6).
 
         Args:
             bagua_ddp: the wrapped module, its wrapper, or the training context.
@@ -260,7 +264,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             )
 
     def metrics(self) -> dict[str, float | int]:
-        """Return the completed rounds of averaging."""
+        """Return the number of completed averaging rounds."""
         return {"async_rounds": self._rounds.completed}
 
     def state_dict(self) -> dict[str, Any]:
@@ -273,5 +277,5 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         check_form(state, {"aborted": bool}, "state")
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load whether averaging was aborted."""
+        """Restore whether averaging was aborted."""
         self._rounds.restore(state["aborted"])

@@ -50,7 +50,7 @@ TRANSITIONS = {
 
 
 class AveragingThread:
-    """The averaging thread of one rank, and its state.
+    """The averaging thread of one rank, and its state machine.
 
     Args:
         world: starts the thread.
@@ -98,8 +98,8 @@ class AveragingThread:
             self._spawn()
 
     def stop(self) -> None:
-        """Wait until all ranks have called this; averaging continues until then. A second call does
-        nothing.
+        """Stop averaging on all ranks: continue until every rank has called this. A second call
+        does nothing.
 
         Raises:
             CommunicationError: a round failed.
@@ -119,7 +119,7 @@ class AveragingThread:
         self.raise_failure()
 
     def suspend(self) -> Callable[[], None]:
-        """Stop, unless this has stopped already; return a function that undoes this."""
+        """Stop averaging unless it was already aborted; return a function that resumes it."""
         if self.state is State.ABORTED:
             return lambda: None
         self.stop()
@@ -134,23 +134,21 @@ class AveragingThread:
             )
 
     def resume(self) -> None:
-        """Let the next forward pass start averaging again after `stop`."""
+        """Allow averaging again after `stop`, from the next forward pass."""
         if self.state is State.ABORTED:
             for op in self.ops:
                 op.reset()
             self._go(State.IDLE)
 
     def restore(self, aborted: bool) -> None:
-        """Take over whether averaging was aborted, which all ranks have saved alike, without
-        communication.
-        """
+        """Restore a saved aborted flag, which is equal on all ranks; does not communicate."""
         if not aborted:
             self.resume()
         elif self.state is State.IDLE:
             self._go(State.ABORTED)
 
     def raise_failure(self) -> None:
-        """Raise the error that ended the thread, if any, once; averaging is then aborted."""
+        """Raise the error that ended the thread, if any, once; the state is then ABORTED."""
         if self.state is State.FAILED:
             error, self.error = self.error, None
             self._go(State.ABORTED)
@@ -161,8 +159,8 @@ class AveragingThread:
             ) from error
 
     def forget(self) -> None:
-        """End without waiting, as there is no training any more; rounds under way end when the
-        other ranks stop, too.
+        """End without waiting, because the training is over; rounds in progress end when the other
+        ranks stop, too.
         """
         self._forgotten = True
         if self.state is State.RUNNING:
@@ -174,8 +172,8 @@ class AveragingThread:
             self._group.close()
 
     def end(self) -> None:
-        """Stop as this rank ends: wait until the other ranks stop or end, too; a round that fails
-        meanwhile is logged.
+        """Stop averaging because this rank is shutting down: wait until the other ranks stop or
+        shut down, too; log the error of a round that fails meanwhile.
         """
         self._release()
         if self.state in (State.RUNNING, State.FAILED) or self._forgotten:
@@ -216,8 +214,8 @@ class AveragingThread:
 
 
 class WeightLockHooks:
-    """Holds the weights from each training forward pass to the end of its backward pass, and during
-    ``optimizer.step`` (S5.6).
+    """Hooks that lock the weights from each training forward pass to the end of its backward pass,
+    and during ``optimizer.step`` (S5.6).
 
     The hold always ends: when a forward pass or step raises, when the graph of the output is freed,
     when the backward pass completes or fails, and at the latest at the next forward pass,
@@ -255,19 +253,19 @@ class WeightLockHooks:
             self._unguard.append(_call_on_exception(optimizer, OwnHook(self._after_step)))
 
     def drop_forward(self) -> None:
-        """Release the hold of a forward pass."""
+        """Release the weight lock of a forward pass."""
         if self._forward is not None:
             self._forward.release()
             self._forward = None
 
     def drop(self) -> None:
-        """Release everything."""
+        """Release all weight locks."""
         self.drop_forward()
         self._after_step()
 
     def collect(self) -> None:
-        """Release holds that finalizers and ``eval()`` have ended; a round that waits calls
-        this.
+        """Release weight locks that finalizers or ``eval()`` have dropped; called by a round that
+        waits for the weights.
         """
         while self._dropped:
             self._dropped.pop().release()
@@ -276,7 +274,7 @@ class WeightLockHooks:
             forward.release()
 
     def remove(self) -> None:
-        """Remove the hooks and release everything."""
+        """Remove the hooks and release all weight locks."""
         for handle in self._handles:
             handle.remove()
         for unguard in self._unguard:
@@ -305,8 +303,8 @@ class WeightLockHooks:
             tensor.register_hook(_Release(self._forward, self._dropped).begin)
 
     def _held_for_backward(self) -> bool:
-        """Return whether this forward pass has no gradients and an earlier one still holds the
-        weights.
+        """Return whether gradients are disabled now and an earlier forward pass still holds the
+        weights for its backward pass.
         """
         return (
             not torch.is_grad_enabled()
@@ -325,7 +323,7 @@ class WeightLockHooks:
 
 
 class _Hold:
-    """One hold of the weight locks by training; released exactly once."""
+    """A weight lock that training has acquired; released exactly once."""
 
     def __init__(self, ops: Sequence[AsynchronousModelAverage], meter: Meter) -> None:
         self._ops, self._once = ops, threading.Lock()
@@ -336,7 +334,7 @@ class _Hold:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether it is still held for a backward pass."""
+        """Whether the lock is still held for a backward pass."""
         return self._has_gradients and not self._once.locked()
 
     def release(self) -> None:
@@ -347,8 +345,8 @@ class _Hold:
 
 
 class _Release:
-    """Release of a hold when the backward pass through a graph ends, or at the next `collect` after
-    the graph was freed.
+    """Release of a weight lock when the backward pass through a graph ends, or at the next
+    `collect` after the graph was freed.
 
     The graph keeps one, and the autograd engine another one during the backward pass, which it
     frees, uncalled, if that fails.
@@ -359,14 +357,16 @@ class _Release:
 
     @untraced
     def begin(self, gradient: torch.Tensor) -> None:
-        """Note that the backward pass has come to the graph: a hook on an output."""
+        """Queue the release for the end of the backward pass; a hook on an output of the forward
+        pass.
+        """
         torch.autograd.Variable._execution_engine.queue_callback(
             _Release(self._hold, self._dropped).end
         )
 
     @untraced
     def end(self) -> None:
-        """Release the hold: the backward pass has ended."""
+        """Release the lock at the end of the backward pass."""
         self._hold.release()
 
     def __del__(self) -> None:
@@ -376,8 +376,8 @@ class _Release:
 def _call_on_exception(
     optimizer: torch.optim.Optimizer, function: Callable[[], None]
 ) -> Callable[[], None]:
-    """Make ``optimizer.step`` call ``function`` when it raises, as its post hooks are not; return a
-    function that undoes this.
+    """Patch ``optimizer.step`` to call ``function`` when it raises, since torch's post hooks do not
+    run then; return a function that removes the patch.
     """
     before = optimizer.__dict__.get("step")
     step = optimizer.step

@@ -39,7 +39,7 @@ __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "TrainingCon
 
 
 class TrainingContext(NotCopied):
-    """The training that an algorithm takes part in, as far as the algorithm may use it.
+    """The view of a training that algorithms may use.
 
     Attributes:
         process_group: the training's own group, which only its background worker uses.
@@ -85,7 +85,7 @@ class TrainingContext(NotCopied):
 
     @property
     def _bagua_backend(self) -> Engine:
-        """The engine, under the original's name."""
+        """Alias of `engine` under the original's name."""
         return self.engine
 
     @property
@@ -97,49 +97,49 @@ class TrainingContext(NotCopied):
 
     @property
     def called_module(self) -> torch.nn.Module:
-        """The module that training calls: the wrapped one, or its torch.compile wrapper if that was
-        wrapped.
+        """The module that training calls: the torch.compile wrapper if one was passed, else the
+        wrapped module itself.
         """
         module = self._called()
         return self.module if module is None else module
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters that need a gradient and are not ignored, as ``named_parameters()``
-        names them (S2.1).
+        """Return the names and tensors of the parameters to train: those with ``requires_grad``
+        that are not ignored (S2.1).
         """
         return self._named
 
     def note_load(self) -> None:
-        """Let the next round compare everything that is equal on all ranks."""
+        """Request a comparison, in the next round, of all state that must be equal on all ranks."""
         self.rounds.note_load()
 
     def reset(self) -> None:
-        """Get tensors, buckets, operations and hooks from the algorithm (S5); the state is not
+        """Rebuild tensors, buckets, operations and hooks from the algorithm (S5); the state is not
         broadcast again.
         """
         raise NotImplementedError(f"the buckets of {self.bagua_module_name!r} cannot be made again")
 
     def take_strides(self) -> None:
-        """Make new buckets if the strides of parameters have changed, as by
-        ``model.to(memory_format=...)``; collective where they have (S2.3).
+        """Rebuild the buckets if parameters have new strides, as after
+        ``model.to(memory_format=...)``; collective if they have (S2.3).
         """
 
     def reshard(self) -> None:
-        """If the module is sharded, let its next forward pass gather the weights anew, as they have
-        changed.
+        """Discard gathered weights of a sharded module, because the weights have changed; the next
+        forward pass gathers them again.
         """
 
     def end_join(self) -> None:
-        """Inside `bagua_ref.join`: let this rank have no more batches, and wait until this is so
-        for all; elsewhere, do nothing.
+        """Declare inside `bagua_ref.join` that this rank has no more batches, and wait until all
+        ranks have declared it; elsewhere, do nothing.
         """
         if self.rounds.joining is not None:
             self.rounds.joining.follow()
 
 
 class AlgorithmImpl(NotCopied):
-    """An algorithm applied to one module; the base class moves gradients through buckets but
-    communicates nothing.
+    """Implementation of an algorithm for one module; the base class fills buckets with gradients
+    but communicates nothing.
 
     Subclasses override what differs. Each training step calls, in this order: ``need_reset``, the
     forward-pre hook, the backward hook for each parameter, the post-backward hook and the
@@ -158,7 +158,7 @@ class AlgorithmImpl(NotCopied):
 
     @property
     def context(self) -> TrainingContext:
-        """The training that this implementation takes part in."""
+        """The context of the training that uses this implementation."""
         context = self._context() if self._context is not None else None
         if context is None:
             raise RuntimeError(
@@ -204,18 +204,18 @@ class AlgorithmImpl(NotCopied):
 
     @property
     def phase(self) -> int:
-        """The present phase, an index of `phases`."""
+        """The current phase, an index into `phases`."""
         return 0
 
     @property
     def traits(self) -> Traits:
-        """The traits of the present phase; asked anew in each round."""
+        """The traits of the current phase; read again in each round."""
         return self.phases[self.phase]
 
     @property
     def in_forward(self) -> bool:
-        """Whether it acts when a training forward pass begins, so that a backward pass alone does
-        not suffice.
+        """Whether the algorithm acts at the start of a training forward pass, so that a backward
+        pass alone is not enough.
         """
         kind = type(self)
         return (kind.need_reset, kind.init_forward_pre_hook) != (
@@ -225,12 +225,12 @@ class AlgorithmImpl(NotCopied):
 
     @property
     def delivers_errors(self) -> bool:
-        """Whether rounds also deliver error memories: parts of earlier contributions."""
+        """Whether rounds also deliver error feedback: residuals of earlier rounds."""
         return not self.rank_state.isdisjoint(self.stores)
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
-        """Return the tensors that are equal on all ranks and compared after a state was loaded,
-        each with its optimizers.
+        """Return the tensors that must be equal on all ranks, each with its optimizers; they are
+        compared after a state was loaded.
         """
         context = self.context
         return (
@@ -240,17 +240,19 @@ class AlgorithmImpl(NotCopied):
         )
 
     def facts(self) -> list[Fact]:
-        """Return further agreement fields, always equally many: they must be equal on all ranks when a
-        round of communication begins.
+        """Return the algorithm's own agreement fields, a fixed number of values that must be equal
+        on all ranks when a round begins.
         """
         return []
 
     def suspend(self) -> Callable[[], None]:
-        """Stop background averaging, collectively; return a function that resumes it."""
+        """Stop background averaging on all ranks; return a function that resumes it."""
         return nothing if self.background is None else self.background.suspend()
 
     def close(self) -> None:
-        """Release everything outside the buckets; the module now has another algorithm."""
+        """Remove the algorithm's hooks and end its background thread, when another algorithm
+        replaces it.
+        """
         for handle in self.handles:
             handle.remove()
         if self.background is not None:
@@ -272,8 +274,8 @@ class AlgorithmImpl(NotCopied):
         return {**self._origin(), **self.counters(), **kept}
 
     def load_state_dict(self, state: dict[str, Any], drop_local: bool = False) -> None:
-        """Continue from ``state``; call it on every rank, after wrapping and after loading the
-        state of model and optimizers.
+        """Restore ``state``; call this on every rank, after wrapping and after loading the state of
+        model and optimizers.
 
         It does not communicate.
 
@@ -300,7 +302,7 @@ class AlgorithmImpl(NotCopied):
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``; change nothing. Subclasses
-        check their own entries.
+        check their own entries, too.
         """
         here, counters = self._origin(), self.counters()
         needed = {*here, *counters, *self.entries} - {"shard"}
@@ -313,28 +315,28 @@ class AlgorithmImpl(NotCopied):
                 store.check(state[entry])
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load the entries of ``state``, which `check_state` has passed, besides `counters`, and
-        have the next round compare the replicas.
+        """Load all entries of ``state`` except `counters`, after `check_state` has passed, and
+        request a comparison of the replicas in the next round.
         """
         for entry, store in self.stores.items():
             store.load(state.get(entry, {}))
         self.context.note_load()
 
     def check_idle(self) -> None:
-        """Raise RuntimeError if something must be stopped before a state is loaded."""
+        """Raise RuntimeError if background averaging must be stopped before a state is loaded."""
         if self.background is not None:
             self.background.check_idle()
 
     def _origin(self) -> dict[str, Any]:
-        """Return the `origin` of this rank's states; if parameters are sharded, also the number of
-        this rank's shard, and that of all shards.
+        """Return the `origin` of this rank's states, with the index and number of shards if
+        parameters are sharded.
         """
         meshes = [shard.sharded.device_mesh for shard in self.context.shards.values()]
         shard = {"shard": [meshes[0].get_local_rank(), meshes[0].size()]} if meshes else {}
         return origin(self.name, self.process_group) | shard
 
     def counters(self) -> dict[str, Any]:
-        """Return the numbers of `state_dict` that say how far training has come."""
+        """Return the counters of training progress, which are part of `state_dict`."""
         context = self.context
         return {
             "train_step_counter": context.bagua_train_step_counter,
@@ -343,7 +345,7 @@ class AlgorithmImpl(NotCopied):
         }
 
     def load_counters(self, state: dict[str, Any]) -> None:
-        """Continue from the numbers that `counters` returned."""
+        """Restore the counters that `counters` returned."""
         context = self.context
         context.bagua_train_step_counter = state["train_step_counter"]
         context.steps_of_optimizers[:] = state["steps_of_optimizers"]
@@ -352,21 +354,21 @@ class AlgorithmImpl(NotCopied):
             setattr(self, name, state[name])
 
     def end_unsynchronized_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the end of an optimizer step that must not communicate, as after a forward pass
+        """Handle the end of an optimizer step that must not communicate, as after a forward pass
         under `no_sync`.
 
         After the other steps, the post-optimizer-step hook is called.
         """
 
     def need_reset(self) -> bool:
-        """Return whether tensors, buckets and operations must be made again; called before each
+        """Return whether tensors, buckets and operations must be rebuilt; called before each
         training forward pass, also under `no_sync`.
         """
         return False
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
-        """Return the tensors to communicate in the order in which they become ready: gradients,
-        last layer first (S2.1).
+        """Return the tensors to communicate, in the order in which they become ready: by default
+        gradients, last layer first (S2.1).
         """
         return [
             register(
@@ -392,20 +394,20 @@ class AlgorithmImpl(NotCopied):
         """Append the operations to a new bucket."""
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
-        """Return ``hook(input)``, called before each training forward."""
+        """Return ``hook(input)``, called before each training forward pass."""
         return nothing
 
     def init_backward_hook(
         self, bagua_ddp: TrainingContext
     ) -> Callable[[str, torch.nn.Parameter], object]:
-        """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; this
-        one marks it ready.
+        """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; by
+        default it marks the gradient ready.
         """
         return bagua_ddp.engine.gradient_ready
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Return ``hook()``, called once at the end of the outermost backward pass; this one waits
-        for communication.
+        """Return ``hook()``, called once at the end of the outermost backward pass; by default it
+        waits for communication.
         """
         return bagua_ddp.engine.wait_pending_comm_ops
 
@@ -417,7 +419,7 @@ class AlgorithmImpl(NotCopied):
 
 
 class Algorithm:
-    """An algorithm with its options; `reify` makes the implementation for one wrapped module.
+    """An algorithm and its options; `reify` creates the implementation for one wrapped module.
 
     >>> Algorithm.init("gradient_allreduce")
     GradientAllReduceAlgorithm(hierarchical=False, average=True)
@@ -437,8 +439,8 @@ class Algorithm:
         parameters: list[tuple[str, torch.nn.Parameter]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Refuse parameters or optimizers that this algorithm cannot train, before anything is sent
-        or changed by wrapping.
+        """Raise an error for parameters or optimizers that this algorithm cannot train; called
+        before wrapping sends or changes anything.
 
         Args:
             parameters: those that take part, by name, in the order of ``named_parameters()``.
@@ -472,11 +474,11 @@ class Algorithm:
         return made
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers among the options."""
+        """Return the optimizers among the algorithm's options."""
         return [value for value in vars(self).values() if isinstance(value, torch.optim.Optimizer)]
 
     def settings(self) -> dict[str, Any]:
-        """Return the numbers, strings and lists among the options, which must be equal on all
+        """Return the options that are numbers, strings or lists; they must be equal on all
         ranks.
         """
         options = {
@@ -490,7 +492,8 @@ class Algorithm:
 
     @classmethod
     def init(cls, name: str, **kwargs: Any) -> Algorithm:
-        """Return the algorithm registered as ``name``, made with ``kwargs`` (S5.7).
+        """Return a new instance of the algorithm registered as ``name``, created with ``kwargs``
+        (S5.7).
 
         Raises:
             ValueError: no algorithm has this name; the message lists the registered ones.

@@ -23,7 +23,7 @@ __all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]
 
 @dataclass(frozen=True, eq=False)
 class ByteGradAlgorithm(Algorithm):
-    """Gradients are summed or averaged over all ranks in compressed chunks (S5.2, S3.2).
+    """Gradient sum or mean over all ranks in compressed chunks (S5.2, S3.2).
 
     By default an element is one byte, a level between its chunk's minimum and maximum (S4).
 
@@ -59,7 +59,7 @@ class ByteGradAlgorithm(Algorithm):
 
 @implements(ByteGradAlgorithm)
 class ByteGradAlgorithmImpl(AlgorithmImpl):
-    """`ByteGradAlgorithm` at work on one module; ``error_memories`` keep this rank's
+    """Implementation of `ByteGradAlgorithm` for one module; ``error_memories`` hold this rank's
     compression errors.
     """
 
@@ -96,7 +96,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool
     ) -> list[BaguaBucket]:
-        """Pad each bucket so that it divides by the number of ranks, and of leaders if hierarchical
+        """Pad each bucket to a multiple of the number of ranks, or of node leaders if hierarchical
         (S5.2).
         """
         group = self.process_group
@@ -109,7 +109,9 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         ]
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.2, S11.1 with error memory, or S3.3 with it between leaders."""
+        """Append the compressed mean: S3.2, S11.1 with error memory, or its hierarchical form S3.3
+        between leaders.
+        """
         bucket.append_centralized_synchronous_op(
             hierarchical=self.options.hierarchical,
             average=self.average,
@@ -120,7 +122,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         )
 
     def memory_of(self, bucket: BaguaBucket) -> ErrorMemory | None:
-        """Return the memory of a bucket's compression errors; None without error feedback."""
+        """Return the error memory of a bucket; None without error feedback."""
         return (
             self.error_memories.of_bucket(bucket, self.process_group, self.options.hierarchical)
             if self.options.error_feedback

@@ -22,7 +22,7 @@ from bagua_ref.types import Group
 
 
 class CompressedGradients(Algorithm):
-    """The options of an algorithm that compresses gradients after a warm-up.
+    """Options of an algorithm that compresses gradients after a warm-up.
 
     Attributes:
         warmup_steps: the last step with exact means.
@@ -36,13 +36,13 @@ class CompressedGradients(Algorithm):
 
     @property
     def counts_steps(self) -> bool:  # type: ignore[override]
-        """Whether there is a warm-up."""
+        """Whether the algorithm counts optimizer steps: only with a warm-up."""
         return self.warmup_steps > 0
 
 
 class CompressedGradientsImpl(AlgorithmImpl):
-    """Gradients are averaged as by gradient_allreduce while t <= warmup_steps, and compressed after
-    that.
+    """Gradient averaging, exact as in gradient_allreduce while t <= warmup_steps and compressed
+    after that.
 
     t counts the steps of the last optimizer from 1; a step that no backward pass preceded does not
     count. A round is a backward pass that communicates.
@@ -77,26 +77,28 @@ class CompressedGradientsImpl(AlgorithmImpl):
 
     @property
     def compressing(self) -> bool:
-        """Whether the round that begins, or is under way, is compressed."""
+        """Whether the current or next round is compressed."""
         return not self.warmup.warmup or self.warmup.past_warmup(
             self.context.steps_of_optimizers[-1]
         )
 
     @property
     def phase(self) -> int:
-        """0 in the warm-up, 1 after it."""
+        """Phase index: 0 in the warm-up, 1 after it."""
         return int(self.compressing)
 
     def round_number(self) -> int | None:
-        """Return the number of compressed rounds before this one, None if it is not compressed."""
+        """Return the index of this round among the compressed rounds; None if it is not
+        compressed.
+        """
         return self.rounds if self.compressing else None
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
-        """Return the weights and the factors."""
+        """Return the weights and, with low-rank compression, the factors."""
         return [*super().replicas(), *((factor, []) for _, factor in sorted(self.factors.items()))]
 
     def facts(self) -> list[Fact]:
-        """Return the phase, and the number of compressed rounds, which random columns depend on."""
+        """Return the phase and the number of compressed rounds, which seeds random columns."""
         return [
             self.warmup.fact(self.compressing),
             Fact(
@@ -107,8 +109,8 @@ class CompressedGradientsImpl(AlgorithmImpl):
         ]
 
     def memory_of(self, bucket: BaguaBucket) -> Callable[[], Tensor] | None:
-        """Return a function that returns the memories of a bucket's gradients as one flat tensor;
-        None if there are none.
+        """Return a getter of the residuals of a bucket's gradients as one flat tensor; None without
+        error memory.
         """
         if not self.options.has_memory:
             return None
@@ -119,7 +121,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
         return lambda: self.memories.flat(names)
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Return a hook that waits for communication, and counts the round."""
+        """Return a hook that waits for communication and counts compressed rounds."""
         wait = super().init_post_backward_hook(bagua_ddp)
 
         def hook() -> None:

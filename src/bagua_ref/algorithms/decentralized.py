@@ -45,8 +45,8 @@ WEIGHTS_AVERAGED = (
 
 @dataclass(frozen=True, eq=False)
 class DecentralizedAlgorithm(Algorithm):
-    """Each rank trains on its own gradients, and averages its weights with all ranks or along a
-    graph (S5.3, S3.4, S13).
+    """Decentralized training: each rank steps on its own gradients, and weights are averaged with
+    all ranks or along a graph (S5.3, S3.4, S13).
 
     Averaging runs during the forward and backward pass. Its result replaces the weights at the end
     of the backward pass; the optimizer then applies this rank's gradients, which were computed with
@@ -98,7 +98,7 @@ class DecentralizedAlgorithm(Algorithm):
 
 @implements(DecentralizedAlgorithm)
 class DecentralizedAlgorithmImpl(WeightAveragingImpl):
-    """`DecentralizedAlgorithm` at work on one module."""
+    """Implementation of `DecentralizedAlgorithm` for one module."""
 
     name = "decentralized"
     counted = ("averagings",)
@@ -128,7 +128,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
 
     @property
     def averagings(self) -> int:
-        """The number of averagings begun, which is the step t of the next graph."""
+        """The number of averaging rounds begun, which is the step t of the next graph."""
         return self._averagings
 
     @averagings.setter
@@ -139,11 +139,13 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
 
     @property
     def phase(self) -> int:
-        """0 if optimizers were passed when wrapping, else 1."""
+        """Phase index: 0 if optimizers were passed when wrapping, else 1."""
         return int(not self.context.bagua_optimizers)
 
     def facts(self) -> list[Fact]:
-        """Return the number of averagings, and if not every step averages, the step."""
+        """Return the number of averaging rounds, and the step number if some steps do not
+        average.
+        """
         step = self.context.bagua_train_step_counter - 1 if self.rounds.period > 1 else 0
         return [
             Fact("{has} averaged weights {value} times", self._averagings),
@@ -165,8 +167,8 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         )
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.4; the operation is ``bucket._decentralized_op``, its result
-        ``bucket._peer_weight``.
+        """Append decentralized averaging (S3.4); the operation is ``bucket._decentralized_op``, its
+        result ``bucket._peer_weight``.
         """
         op = bucket.append_decentralized_synchronous_op(
             register(bucket.flattened_tensor()),
@@ -189,7 +191,9 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         return hook
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Copy the averaged weights back, once for each forward pass that marked them."""
+        """Copy the averaged weights back, once for each forward pass that marked the weights
+        ready.
+        """
 
         def hook() -> None:
             averaging, self._averaging = self._averaging, False
@@ -204,7 +208,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
 
 
 class GraphGuard:
-    """Notes each forward pass of a module, and refuses its backward pass once the weights were
+    """Guard that raises an error if a backward pass runs after the weights of its forward pass were
     overwritten.
 
     Without it, torch refuses most of them, by an error that names a version of a tensor. Those that
@@ -221,7 +225,9 @@ class GraphGuard:
         """How often the weights were overwritten."""
 
     def watch(self, module: torch.nn.Module) -> RemovableHandle:
-        """Note the forward passes of ``module``, which training calls; return the hook's handle."""
+        """Register a forward hook on ``module``, the module that training calls; return its
+        handle.
+        """
         return module.register_forward_hook(OwnHook(self._after_forward))
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -24,8 +24,8 @@ __all__ = ["DemoAlgorithm", "DemoAlgorithmImpl"]
 
 @dataclass(frozen=True, eq=False)
 class DemoAlgorithm(CompressedGradients):
-    """Each rank adds gradients to a momentum of its own, and exchanges its largest components, which
-    then leave it (S15.6).
+    """DeMo: each rank adds gradients to a local momentum; the largest momentum components are
+    exchanged and then removed from it (S15.6).
 
     ``p = decay*M + gradient``; Y is the discrete cosine transform of each chunk of p, a block of at
     most ``chunk`` rows and ``chunk`` columns of a gradient; the ``top_k`` elements of largest
@@ -81,12 +81,14 @@ class DemoAlgorithm(CompressedGradients):
 
 @implements(DemoAlgorithm)
 class DemoAlgorithmImpl(CompressedGradientsImpl):
-    """`DemoAlgorithm` at work on one module; ``memories`` are M, by the names of parameters."""
+    """Implementation of `DemoAlgorithm` for one module; ``memories`` are the momenta M, by
+    parameter name.
+    """
 
     name = "demo"
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S15."""
+        """Append the chunked sparse exchange (S15)."""
         options = self.options
         bucket.append_chunked_sparse_op(
             options.compression,

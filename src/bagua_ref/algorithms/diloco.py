@@ -48,8 +48,8 @@ __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
 
 @dataclass(frozen=True, eq=False)
 class DiLoCoAlgorithm(Algorithm):
-    """Every rank trains on its own gradients; now and then an outer optimizer moves shared global
-    weights (S9.2 to S9.6).
+    """DiLoCo: every rank trains on its own gradients; at intervals, an outer optimizer updates
+    shared global weights (S9.2 to S9.6).
 
     Loading weights into the module (``model.load_state_dict``, on all ranks) makes them g, with a new
     outer optimizer state, unless they are those of a step since g last changed. Weights that are
@@ -132,7 +132,7 @@ class DiLoCoAlgorithm(Algorithm):
 
     @property
     def takes_float64(self) -> bool:  # type: ignore[override]
-        """Whether differences are sent as they are."""
+        """Whether float64 parameters are supported: only if differences are sent uncompressed."""
         return self.compression is None and self.top_k is None
 
     def __post_init__(self) -> None:
@@ -175,18 +175,18 @@ class DiLoCoAlgorithm(Algorithm):
 
     @property
     def gap(self) -> int:
-        """The steps from sending one fragment to sending the next."""
+        """Number of steps between sending one fragment and sending the next."""
         return self.period // self.count
 
     def fragment_applied_after(self, step: int) -> int | None:
-        """Return the fragment that is applied after a step of the local phase, counted from 1; None
-        if none is (S9.4).
+        """Return the index of the fragment to apply after a step of the local phase, counted from
+        1; None if there is none (S9.4).
         """
         number, rest = divmod(step, self.gap)
         return None if rest or number < 1 else (number - 1) % self.count
 
     def rounds(self) -> Rounds:
-        """Return the steps after which a fragment is sent."""
+        """Return the schedule of the steps after which a fragment is sent."""
         return Rounds(self.warmup_steps, self.gap, -self.delay % self.gap)
 
     def check(
@@ -194,14 +194,16 @@ class DiLoCoAlgorithm(Algorithm):
         parameters: list[tuple[str, torch.nn.Parameter]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Refuse fragments that do not fit the module, too."""
+        """Raise an error also for fragments that do not fit the module."""
         super().check(parameters, optimizers)
         named_fragments(self.fragments, parameters)
 
 
 @implements(DiLoCoAlgorithm)
 class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
-    """`DiLoCoAlgorithm` at work on one module; x are the weights, g their global copy."""
+    """Implementation of `DiLoCoAlgorithm` for one module; x are the weights, g their global
+    copy.
+    """
 
     name = "diloco"
     entries = frozenset(
@@ -238,14 +240,14 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
 
     @property
     def outer_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The outer optimizer of each fragment, for instance for learning rate schedulers, which
-        all ranks must step alike.
+        """The outer optimizer of each fragment, for example for learning rate schedulers, which
+        must step equally on all ranks.
         """
         return [fragment.optimizer for fragment in self._fragments]
 
     def facts(self) -> list[Fact]:
-        """Return the fragment that is sent, and the outer optimizers' settings so far and now,
-        too.
+        """Return, in addition, the fragment to send and the current and past options of the outer
+        optimizers.
         """
         local, settings = bool(self._past_warmup), self.outer_steps
         for fragment in self._fragments if local else ():
@@ -258,13 +260,13 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         ]
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
-        """Return the weights in the warm-up, after it g."""
+        """Return the weights in the warm-up, and their global copy g after it."""
         if not self._past_warmup:
             return super().replicas()
         return [(g, [fragment.optimizer]) for fragment in self._fragments for g in fragment.copies]
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
-        """Return the gradients; make the fragments when the module is wrapped."""
+        """Return the gradients; create the fragments when the module is wrapped."""
         if not self._fragments:
             parameters = bagua_ddp.bagua_build_params()
             known = dict(parameters)
@@ -281,7 +283,9 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         return super().init_tensors(bagua_ddp)
 
     def need_reset(self) -> bool:
-        """Take g from the weights at the start of the local phase, or where others were loaded."""
+        """Set g to the weights at the start of the local phase, or after other weights were
+        loaded.
+        """
         self._refuse_while_showing("a training forward pass")
         loads = self.context.loads
         model_loaded, self._loads = loads != self._loads, loads
@@ -296,8 +300,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         return super().need_reset()
 
     def _take(self) -> None:
-        """Set g to x, clear the outer optimizers' states and the error memories, and drop the fragment
-        in flight.
+        """Set g to x, clear the outer optimizers' states and the error memories, and discard the
+        fragment in flight.
         """
         if self._in_flight is not None:
             self._in_flight.wait(self.context.engine)
@@ -312,7 +316,9 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         self.context.note_load()  # g must be equal on all ranks, whatever they have loaded
 
     def after_local_step(self, has_round: bool) -> None:
-        """Apply the fragment that is due, and send the next one if it is its turn (S9.4)."""
+        """Apply the fragment in flight if it is due, and send the next one if this step has a round
+        (S9.4).
+        """
         self._refuse_while_showing("an optimizer step")
         if self._in_flight is not None and self.step >= self._in_flight.due:
             self._apply()
@@ -326,7 +332,9 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         self._trail.note(stepped=True)
 
     def _send(self, place: int, due: int) -> None:
-        """Begin averaging ``g - x`` of a fragment over ranks, to be applied after step ``due``."""
+        """Start averaging ``g - x`` of a fragment over ranks; the result is applied after step
+        ``due``.
+        """
         assert self._taken
         assert self._in_flight is None
         self._trail.read()
@@ -360,7 +368,9 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     def _append_mean(
         self, bucket: BaguaBucket, part: dict[str, torch.nn.Parameter], flight: InFlight
     ) -> None:
-        """Append S15, or S3.1 or S3.2, to the bucket of a part of the fragment in flight."""
+        """Append the mean over ranks to the bucket of a part of the fragment in flight: S15 if
+        sparse, else S3.1, or S3.2 if compressed.
+        """
         options = self.options
         if self._is_sparse:
             flat = self.memories.flat(list(part))
@@ -386,8 +396,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         )
 
     def _expect_memory(self, part: dict[str, torch.nn.Parameter]) -> ErrorMemory | None:
-        """Return the error memory of a part of a fragment; None if there is none, or each parameter
-        has its own.
+        """Return the error memory of a part of a fragment; None if there is none, or if each
+        parameter has its own.
         """
         if self._is_sparse:
             for name, g in part.items():
@@ -402,7 +412,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         return memory
 
     def _apply(self) -> None:
-        """Let the outer optimizer step with the mean that was in flight, and move the weights to
+        """Step the outer optimizer with the mean that was in flight, and update the weights with
         the result.
         """
         flight, self._in_flight = self._in_flight, None
@@ -426,8 +436,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Show the global weights g, rounded to the weights' dtypes, in place of this rank's
-        weights; not collective.
+        """Replace this rank's weights in this context by the global weights g, rounded to the
+        weights' dtypes; not collective.
 
         In the warm-up, and before the first forward pass after it, the weights stay as they are.
         Buffers are this rank's own.
@@ -502,7 +512,9 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         }
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load g, the outer optimizers, the mean in flight, and the error memories."""
+        """Load g, the states of the outer optimizers, the mean in flight, and the error
+        memories.
+        """
         if self._in_flight is not None:
             self.context.engine.wait_pending_comm_ops()
         super().load_checked(state)

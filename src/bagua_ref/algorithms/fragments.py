@@ -29,8 +29,8 @@ _REMEMBERED = 10**5
 
 
 def checked_fragments(fragments: int | Sequence[Sequence[str]]) -> int | list[list[str]]:
-    """Return the argument ``fragments``, a number or lists of names; whether the names fit a module
-    is not known yet.
+    """Return the validated argument ``fragments``, a number or lists of names; names are not yet
+    compared with a module's.
     """
     if isinstance(fragments, int):
         check_whole("fragments", fragments, 1)
@@ -51,8 +51,8 @@ def checked_fragments(fragments: int | Sequence[Sequence[str]]) -> int | list[li
 
 
 def split_into_fragments(sizes: Sequence[int], count: int) -> list[int]:
-    """Return each parameter's fragment: contiguous ones of about equal size, in order, none empty
-    (S9.3).
+    """Return the fragment index of each parameter: contiguous, non-empty fragments of about equal
+    size, in order (S9.3).
 
     With N parameters, i from 0, of s bytes after b bytes of others, ``f_i = max(min(floor(P * (b +
     s/2) / total), f_(i-1) + 1, P - 1), P - N + i)`` and ``f_(-1) = -1``.
@@ -76,7 +76,7 @@ def split_into_fragments(sizes: Sequence[int], count: int) -> list[int]:
 def named_fragments(
     fragments: int | Sequence[Sequence[str]], parameters: Sequence[tuple[str, Parameter]]
 ) -> list[list[str]]:
-    """Return the names in each fragment.
+    """Return the parameter names of each fragment.
 
     Args:
         fragments: their number, or the names in each.
@@ -161,7 +161,7 @@ class Fragment:
 
     @property
     def named(self) -> dict[str, Parameter]:
-        """g by name."""
+        """Map parameter names to tensors of g."""
         return dict(zip(self.names, self.copies, strict=True))
 
     @torch.no_grad()
@@ -171,14 +171,14 @@ class Fragment:
 
     @torch.no_grad()
     def differences(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``g - x`` of one of the parts, in the strides of g."""
+        """Return ``g - x`` for one part of the fragment, in the strides of g."""
         weights = dict(zip(self.names, self._parameters, strict=True))
         return {
             name: torch.sub(g, weights[name], out=torch.empty_like(g)) for name, g in part.items()
         }
 
     def update(self, mean: Mapping[str, Tensor]) -> None:
-        """Let the outer optimizer step with ``mean``, by name, as the gradient of g."""
+        """Step the outer optimizer with ``mean``, by name, as the gradient of g."""
         for name, g in self.named.items():
             g.grad = mean[name]
         self.optimizer.step()
@@ -186,7 +186,7 @@ class Fragment:
             g.grad = None
 
     def settings(self, checksum: int) -> int:
-        """Return ``checksum`` updated by the outer optimizer's class and options."""
+        """Return ``checksum`` updated with the outer optimizer's class and options."""
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
@@ -211,7 +211,7 @@ class Fragment:
                 x.copy_(x - (x - g).mul_(1 - mix))
 
     def load(self, weights: Mapping[str, Tensor] | None, optimizer: dict[str, Any]) -> None:
-        """Load g by name, unless it is None, and the outer optimizer's state."""
+        """Load g by name, unless it is None, and the state of the outer optimizer."""
         take_over(self.optimizer, copy.deepcopy(optimizer), {})
         align_state(self.optimizer)
         if weights is not None:
@@ -221,7 +221,8 @@ class Fragment:
 
 
 class Trail:
-    """Samples of the weights after each local step, which tell earlier weights from new ones.
+    """History of sampled weights, which detects that weights were set back to those of an earlier
+    step.
 
     g - x is progress only if x came from g by local steps. It is not if x was set back to weights
     from before g last changed; weights that were clipped, or swapped and swapped back, are no such.
@@ -246,7 +247,7 @@ class Trail:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all samples."""
+        """Discard all samples."""
         self._unread: list[tuple[bool, Tensor]] = []
         self._earlier: deque[bytes] = deque(maxlen=_REMEMBERED)
         self._since_exchange: set[bytes] = set()
@@ -254,15 +255,15 @@ class Trail:
 
     @torch.no_grad()
     def note(self, stepped: bool) -> None:
-        """Sample the weights after a local step, or before a forward pass; CUDA is not waited
-        for.
+        """Sample the weights after a local step or before a forward pass, without waiting for
+        CUDA.
         """
         if self._sampled:
             found = [w[place] for w, place in zip(self._sampled, self._places, strict=True)]
             self._unread.append((stepped, torch.stack(found).float()))
 
     def read(self) -> None:
-        """Look at the new samples."""
+        """Evaluate the new samples."""
         for stepped, sample in self._unread:
             found = sample.cpu().numpy().tobytes()
             if stepped:
@@ -274,7 +275,7 @@ class Trail:
         self._unread.clear()
 
     def exchanged(self) -> None:
-        """Note that g has changed, so that samples so far are of earlier weights."""
+        """Mark all samples so far as earlier weights, because g has changed."""
         self.read()
         self._earlier.extend(self._since_exchange)
         self._since_exchange.clear()
@@ -282,8 +283,8 @@ class Trail:
 
 @dataclass
 class InFlight:
-    """A fragment's differences, sent and not yet applied; once they have arrived, their mean over
-    ranks.
+    """A fragment in flight: differences that were sent but not yet applied, replaced by their mean
+    over ranks on arrival.
 
     Attributes:
         fragment: its place.
@@ -300,16 +301,16 @@ class InFlight:
     undo: list[Callable[[], object]] = field(default_factory=list)
 
     def note_arrival(self, bucket_name: str) -> None:
-        """Note that a bucket has its mean; the last operation of each bucket."""
+        """Count the arrival of a bucket's mean; the last operation of each bucket."""
         self.missing -= 1
 
     def state(self) -> dict[str, Any]:
-        """Return the entry of a checkpoint, once the mean has arrived."""
+        """Return the checkpoint entry of this fragment; call it after the mean has arrived."""
         mean = {name: mean.clone() for name, mean in self.mean.items()}
         return {"fragment": self.fragment, "due": self.due, "mean": mean}
 
     def wait(self, engine: Engine) -> None:
-        """Wait until the mean is there.
+        """Wait until the mean has arrived.
 
         Raises:
             CommunicationError: it will not come, also if an earlier wait has said so.

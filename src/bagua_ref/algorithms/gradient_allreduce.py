@@ -15,7 +15,7 @@ __all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
 
 @dataclass(frozen=True, eq=False)
 class GradientAllReduceAlgorithm(Algorithm):
-    """Gradients are summed or averaged over all ranks in full precision (S5.1, S3.1).
+    """Gradient sum or mean over all ranks in full precision (S5.1, S3.1).
 
     Args:
         hierarchical: reduce inside nodes, all-reduce between their leaders, broadcast (S3.3).
@@ -32,7 +32,7 @@ class GradientAllReduceAlgorithm(Algorithm):
 
 @implements(GradientAllReduceAlgorithm)
 class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
-    """`GradientAllReduceAlgorithm` at work on one module."""
+    """Implementation of `GradientAllReduceAlgorithm` for one module."""
 
     name = "gradient_allreduce"
     # all ranks step with the same gradients, and every round all-reduces all buckets
@@ -46,7 +46,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self.phases = (replace(self.phases[0], averages=average),)
 
     def init_operations(self, _: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.1."""
+        """Append the all-reduce (S3.1)."""
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical, average=self.average, group=self.process_group
         )

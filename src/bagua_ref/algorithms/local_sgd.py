@@ -28,8 +28,8 @@ _KINDS = ("gradients", "weights")
 
 @dataclass(frozen=True, eq=False)
 class LocalSGDAlgorithm(Algorithm):
-    """Every rank trains on its own gradients; every ``period`` optimizer steps, weights become
-    their mean over ranks (S9.1).
+    """Local SGD: every rank trains on its own gradients; weights are averaged over ranks every
+    ``period`` optimizer steps (S9.1).
 
     After step t > warmup_steps with ``(t - warmup_steps - offset) mod period = 0``: ``x <- mean of
     x over ranks``. Optimizer state and buffers stay local. Each rank sends ``2 (n-1)/n`` of the
@@ -74,13 +74,13 @@ class LocalSGDAlgorithm(Algorithm):
         check_bool("hierarchical", self.hierarchical)
 
     def rounds(self) -> Rounds:
-        """Return the steps after which weights are averaged."""
+        """Return the schedule of the steps after which weights are averaged."""
         return Rounds(self.warmup_steps, self.period, self.offset)
 
 
 class LocalUpdatesImpl(AlgorithmImpl):
-    """Gradients are averaged as by gradient_allreduce while t <= warmup_steps; after that,
-    subclasses communicate after steps.
+    """Base of local_sgd and diloco: gradients are averaged as in gradient_allreduce while t <=
+    warmup_steps; after that, subclasses communicate after optimizer steps.
 
     t counts the steps of the last optimizer from 1; a step that no backward pass preceded does not
     count.
@@ -115,16 +115,18 @@ class LocalUpdatesImpl(AlgorithmImpl):
 
     @property
     def step(self) -> int:
-        """The number of steps taken, which is t of the last one."""
+        """Number of optimizer steps taken, which is t of the last step."""
         return self.context.steps_of_optimizers[-1]
 
     @property
     def phase(self) -> int:
-        """0 in the warm-up, 1 after it."""
+        """Phase index: 0 in the warm-up, 1 after it."""
         return int(bool(self._past_warmup))
 
     def facts(self) -> list[Fact]:
-        """Return the phase, and the backward passes, which tell that a rank skips steps."""
+        """Return the phase, and the number of backward passes, which differs if a rank skips
+        steps.
+        """
         passes = self.passes if self._past_warmup else 0
         return [
             self.rounds.fact(bool(self._past_warmup)),
@@ -132,8 +134,8 @@ class LocalUpdatesImpl(AlgorithmImpl):
         ]
 
     def need_reset(self) -> bool:
-        """Return whether the phase is another than that of the buckets: once after the warm-up, or
-        after loading a checkpoint.
+        """Return whether the buckets belong to another phase: once after the warm-up, or after
+        loading a checkpoint.
         """
         return self._past_warmup is not self.rounds.past_warmup(self.step)
 
@@ -145,11 +147,11 @@ class LocalUpdatesImpl(AlgorithmImpl):
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool
     ) -> list[BaguaBucket]:
-        """Return the gradients' buckets in the warm-up; none after it."""
+        """Return buckets of gradients in the warm-up; none after it."""
         return [] if self._past_warmup else super().tensors_to_buckets(tensors, do_flatten)
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.1."""
+        """Append gradient averaging (S3.1)."""
         bucket.append_centralized_synchronous_op(group=self.process_group)
 
     def init_backward_hook(
@@ -166,15 +168,15 @@ class LocalUpdatesImpl(AlgorithmImpl):
         )
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Wait for the gradients in the warm-up; later, fragments in flight must not be waited
-        for.
+        """Wait for the gradients in the warm-up; return a no-op after it, since fragments in flight
+        must not be waited for.
         """
         return nothing if self._past_warmup else super().init_post_backward_hook(bagua_ddp)
 
     def init_post_optimizer_step_hook(
         self, bagua_ddp: TrainingContext
     ) -> Callable[[torch.optim.Optimizer], object]:
-        """Call `after_local_step` after the last optimizer's steps of the local phase."""
+        """Call `after_local_step` after each step of the last optimizer in the local phase."""
         return lambda optimizer: self._after_step(optimizer, communicates=True)
 
     def end_unsynchronized_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -187,7 +189,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
             self.after_local_step(communicates and kind == "round")
 
     def after_local_step(self, has_round: bool) -> None:
-        """Complete a step of the local phase.
+        """Handle the end of an optimizer step in the local phase.
 
         Args:
             has_round: whether its round begins now.
@@ -195,13 +197,13 @@ class LocalUpdatesImpl(AlgorithmImpl):
         raise NotImplementedError
 
     def run_round(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Begin a round that runs ``buckets`` in the background."""
+        """Start a round that runs ``buckets`` in the background."""
         self.context.engine.run_round(buckets)
         self.passes = 0
 
     def metrics(self) -> dict[str, float | int]:
-        """Return the L2 norm of the difference between this rank's weights and the shared ones in
-        the last exchange, if any.
+        """Return the drift: the L2 norm of the difference between local and shared weights at the
+        last exchange, if any.
         """
         norms = [norm.item() for part in self._drifts.values() for norm in part]
         return {"drift": math.hypot(*norms)} if norms else {}
@@ -209,7 +211,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
 
 @implements(LocalSGDAlgorithm)
 class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
-    """`LocalSGDAlgorithm` at work on one module."""
+    """Implementation of `LocalSGDAlgorithm` for one module."""
 
     name = "local_sgd"
 
@@ -227,30 +229,32 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
     @property
     def _averages_in_nodes(self) -> bool:
-        """Whether gradients are averaged inside nodes now."""
+        """Whether gradients are averaged inside nodes in the current phase."""
         return self.options.hierarchical and bool(self._past_warmup)
 
     @property
     def phase(self) -> int:
-        """0 in the warm-up, 1 after it; 2 in rounds of weights if others stay inside nodes."""
+        """Phase index: 0 in the warm-up, 1 after it; 2 in rounds that average weights if the other
+        rounds stay inside nodes.
+        """
         return super().phase + (self._averages_in_nodes and self._averaging_weights)
 
     def facts(self) -> list[Fact]:
-        """Return the kind of round, too."""
+        """Return, in addition, the kind of the round: gradients or weights."""
         kind = int(self._averaging_weights)
         return [*super().facts(), Fact("{is} about to average {value}", kind, _KINDS)]
 
     def tensors_to_buckets(
         self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool
     ) -> list[BaguaBucket]:
-        """Return the gradients' buckets where gradients are averaged."""
+        """Return buckets of gradients in phases that average gradients; none in others."""
         self._parts = list(tensors)
         if self._averages_in_nodes:
             return AlgorithmImpl.tensors_to_buckets(self, tensors, do_flatten)
         return super().tensors_to_buckets(tensors, do_flatten)
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.1, after a warm-up among the ranks of the node."""
+        """Append gradient averaging (S3.1), after the warm-up among the ranks of the node."""
         if not self._averages_in_nodes:
             super().init_operations(bagua_ddp, bucket)
             return
@@ -262,7 +266,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     def init_backward_hook(
         self, bagua_ddp: TrainingContext
     ) -> Callable[[str, torch.nn.Parameter], object]:
-        """Mark gradients ready where they are averaged."""
+        """Mark gradients ready in phases that average gradients."""
         return (
             bagua_ddp.engine.gradient_ready
             if self._averages_in_nodes
@@ -270,11 +274,11 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         )
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Wait for the gradients, if any are averaged."""
+        """Wait for the gradients in phases that average gradients."""
         return bagua_ddp.engine.wait_pending_comm_ops
 
     def after_local_step(self, has_round: bool) -> None:
-        """Average the weights if the step is due."""
+        """Average the weights after a step that has a round."""
         if has_round:
             self.context.take_strides()  # they may have changed since the last forward pass
             self._averaging_weights = True
@@ -284,8 +288,8 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
                 self._averaging_weights = False
 
     def _average_weights(self) -> None:
-        """Average a copy of a part of the weights at a time: they stay where they are, and scratch
-        is a few buckets' size.
+        """Average copies of the weights, one part at a time: the weights keep their storage, and
+        scratch memory is limited to a few buckets.
         """
         engine = self.context.engine
         for place, part in enumerate(self._parts):
@@ -303,7 +307,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
 
 def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the L2 norm of each tensor, still on its device."""
+    """Return the L2 norm of each tensor, on its device."""
     return [
         torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
         for tensor in tensors

@@ -26,7 +26,7 @@ __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgor
 
 
 class WeightAveragingImpl(AlgorithmImpl):
-    """Averaging of weights: gradients stay local, and the buckets hold weights."""
+    """Base of algorithms that average weights: gradients stay local, and buckets hold weights."""
 
     phases: tuple[Traits, ...] = (Traits(own_optimizers=True, without_batch=WithoutBatch.WEIGHTS),)
 
@@ -38,7 +38,7 @@ class WeightAveragingImpl(AlgorithmImpl):
     def init_backward_hook(
         self, bagua_ddp: TrainingContext
     ) -> Callable[[str, torch.nn.Parameter], object]:
-        """Return a hook that does nothing; gradients stay local."""
+        """Return a no-op: gradients stay local."""
         return nothing
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
@@ -57,8 +57,8 @@ class WeightAveragingImpl(AlgorithmImpl):
 
 @dataclass(frozen=True, eq=False)
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    """Averages weights with the two ring neighbours after each optimizer step, and sends changes
-    compressed (S5.4).
+    """Averages weights with the two ring neighbours after optimizer steps, and sends compressed
+    changes of the weights (S5.4).
 
     Every rank keeps replicas of its own and its neighbours' weights, bitwise equal to those that
     the neighbours keep, and sends only the difference between its weights and its own replica
@@ -94,7 +94,9 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         parameters: list[tuple[str, torch.nn.Parameter]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Refuse a fused optimizer, and parameters that no optimizer holds (S5.4)."""
+        """Raise an error for a fused optimizer, and for parameters that no optimizer holds
+        (S5.4).
+        """
         for optimizer in optimizers:
             if getattr(optimizer, "_bagua_fused_optimizer", None) is not None:
                 raise ValueError(
@@ -115,7 +117,7 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
 
 @implements(LowPrecisionDecentralizedAlgorithm)
 class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
-    """`LowPrecisionDecentralizedAlgorithm` at work on one module."""
+    """Implementation of `LowPrecisionDecentralizedAlgorithm` for one module."""
 
     name = "low_precision_decentralized"
     rank_state = frozenset({"ring", "replicas"})
@@ -137,8 +139,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         """Steps that the last optimizer has taken."""
 
     def facts(self) -> list[Fact]:
-        """Return the optimizer steps, on which the interval hangs, and the backward passes, which
-        tell that a rank skips steps.
+        """Return the number of optimizer steps, which schedules rounds, and of backward passes,
+        which differs if a rank skips steps.
         """
         return [
             Fact("{has} taken {value} steps with the last optimizer", self.optimizer_steps),
@@ -149,8 +151,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         ]
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.5; the replicas are ``bucket._weight``, ``_left_peer_weight`` and
-        ``_right_peer_weight``.
+        """Append ring averaging (S3.5); the replicas are ``bucket._weight``, ``_left_peer_weight``
+        and ``_right_peer_weight``.
         """
         weight = bucket.flattened_tensor()
         # They equal this rank's weights after wrapping, but not when a failed attempt to wrap again
@@ -171,13 +173,13 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         )
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Return a hook that does nothing; communication follows the optimizer step."""
+        """Return a no-op: communication follows the optimizer step."""
         return nothing
 
     def init_post_optimizer_step_hook(
         self, bagua_ddp: TrainingContext
     ) -> Callable[[torch.optim.Optimizer], object]:
-        """Average the weights after those steps of the last optimizer that have a round."""
+        """Average the weights after each step of the last optimizer that has a round."""
 
         def hook(optimizer: torch.optim.Optimizer) -> None:
             if optimizer is not bagua_ddp.bagua_optimizers[-1]:
@@ -191,7 +193,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         return hook
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, the place on the ring and the replicas."""
+        """Return the counters, this rank's position on the ring, and the replicas."""
         return {
             **super().state_dict(),
             "ring": self._place_on_ring(),
@@ -214,8 +216,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         check_tensors("replicas", state["replicas"], replicas, layouts)
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load the replicas; without any, they begin as copies of this rank's weights, which are
-        then equal on all ranks.
+        """Load the replicas; if the state has none, initialize them with this rank's weights, which
+        are then equal on all ranks.
         """
         super().load_checked(state)
         weights = dict(self.context.bagua_build_params())
@@ -228,8 +230,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         return ring.rank(), ring.nranks()
 
     def _replicas(self) -> dict[str, Tensor]:
-        """Return the three replicas of each weight, of this rank and of its neighbours, as views of
-        the buckets' replicas.
+        """Return three replicas of each weight - this rank's and both neighbours' - as views of the
+        buckets' replicas.
         """
         return {
             f"{registration(proxy).name}: {whose}": replica

@@ -33,8 +33,8 @@ _MEMORIES = ("local", "averaged", None)
 
 @dataclass(frozen=True, eq=False)
 class PowerSGDAlgorithm(CompressedGradients):
-    """Gradients are averaged as products of two thin matrices, whose errors are added to the next
-    gradients (S10).
+    """PowerSGD: gradients are averaged as products of two thin matrices, and approximation errors
+    are added to the next gradients (S10).
 
     For a gradient of two or more dimensions as a matrix M of n rows, n its first dimension, and m
     columns, with e added: ``P = orthonormalized sum over ranks of M Q``, ``Q = mean over ranks of
@@ -79,7 +79,7 @@ class PowerSGDAlgorithm(CompressedGradients):
 
     @property
     def has_memory(self) -> bool:  # type: ignore[override]
-        """Whether what is left out is kept."""
+        """Whether approximation errors are stored for the next round."""
         return self.memory is not None
 
     def __post_init__(self) -> None:
@@ -95,8 +95,8 @@ class PowerSGDAlgorithm(CompressedGradients):
 
 @implements(PowerSGDAlgorithm)
 class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
-    """`PowerSGDAlgorithm` at work on one module; ``memories`` are e and ``factors`` Q, by the names
-    of parameters.
+    """Implementation of `PowerSGDAlgorithm` for one module; ``memories`` are the errors e and
+    ``factors`` the matrices Q, by parameter name.
     """
 
     name = "powersgd"
@@ -113,12 +113,12 @@ class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
         return tensors
 
     def enter(self, names: Sequence[str]) -> None:
-        """Note the parameters that enter buckets, after those that have."""
+        """Number parameters in the order in which they enter buckets."""
         for name in names:
             self._places.setdefault(name, len(self._places))
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S10."""
+        """Append the low-rank mean (S10)."""
         options, matrices, start = self.options, [], 0
         wide = torch.promote_types(bucket.dtype, torch.float32)
         for proxy, layout in zip(bucket.tensors, bucket.layouts, strict=True):

@@ -30,8 +30,8 @@ _LISTED = 10
 
 @dataclass(frozen=True, eq=False)
 class QAdamAlgorithm(Algorithm):
-    """Adam with exact gradients in warm-up, then with momenta averaged in compressed chunks, v
-    frozen (S5.5, S3.2).
+    """QAdam: Adam with exact gradients in the warm-up; after it, momenta averaged in compressed
+    chunks, with v frozen (S5.5, S3.2).
 
     Args:
         q_adam_optimizer: holds every parameter that the module trains; pass it to ``with_bagua``,
@@ -82,7 +82,9 @@ class QAdamAlgorithm(Algorithm):
         parameters: list[tuple[str, torch.nn.Parameter]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Refuse parameters that the optimizer lacks, and float64, which cannot be compressed."""
+        """Raise an error for parameters that the optimizer lacks, and for float64, which cannot be
+        compressed.
+        """
         held = {p for group in self.q_adam_optimizer.param_groups for p in group["params"]}
         missing = [name for name, p in parameters if p not in held]
         if missing:
@@ -96,8 +98,8 @@ class QAdamAlgorithm(Algorithm):
 
 @implements(QAdamAlgorithm)
 class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
-    """`QAdamAlgorithm` at work on one module: first with buckets of gradients, after a reset with
-    buckets of momenta.
+    """Implementation of `QAdamAlgorithm` for one module: buckets of gradients in the warm-up,
+    buckets of momenta after it.
     """
 
     name = "qadam"
@@ -139,21 +141,21 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
 
     @property
     def _past_warmup(self) -> bool:
-        """Whether the next step is past the warm-up, so that momenta are exchanged for it."""
+        """Whether the next step is past the warm-up and exchanges momenta."""
         return self.warmup.past_warmup(self.optimizer_step_id)
 
     @property
     def warmup(self) -> Rounds:
-        """The warm-up, which the optimizer knows."""
+        """The schedule of the warm-up, whose length is an option of the optimizer."""
         return Rounds(self.q_adam_optimizer.warmup_steps, phase="the compressed phase")
 
     @property
     def phase(self) -> int:
-        """0 in the warm-up, 1 after it."""
+        """Phase index: 0 in the warm-up, 1 after it."""
         return int(bool(self._compressing))
 
     def facts(self) -> list[Fact]:
-        """Return the phase, and the steps that decide it."""
+        """Return the phase and the number of steps, which determines it."""
         return [
             self.warmup.fact(bool(self._compressing)),
             Fact(
@@ -164,13 +166,13 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         ]
 
     def need_reset(self) -> bool:
-        """Return whether the phase is another than that of the buckets: once after the warm-up, or
-        after loading a checkpoint.
+        """Return whether the buckets belong to another phase: once after the warm-up, or after
+        loading a checkpoint.
         """
         return self._compressing is not self._past_warmup
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
-        """Return the gradients in warm-up, after it the momenta, last layer first."""
+        """Return the gradients in the warm-up and the momenta after it, last layer first."""
         parameters = bagua_ddp.bagua_build_params()
         freezes = not self._compressing and self.optimizer_step_id == self.warmup.warmup
         self._compressing, self._momenta = self._past_warmup, []
@@ -198,8 +200,9 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         ]
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.1 in warm-up, after it the update of the momenta and S3.2 (S11.1), or S3.3 with
-        it between leaders.
+        """Append gradient averaging (S3.1) in the warm-up; after it, the momentum update and the
+        compressed mean: S3.2 (with error memory S11.1), or its hierarchical form S3.3 between
+        leaders.
         """
         if not self._compressing:
             self.memory_of(bucket)  # so that states of both phases have the same entries
@@ -221,7 +224,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         bucket.append_python_op(momentum.spread_overflow)
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Return a hook that waits for communication, and sees whether anything overflowed."""
+        """Return a hook that waits for communication and checks for overflows."""
         wait, momenta = super().init_post_backward_hook(bagua_ddp), self._momenta
 
         def hook() -> None:
@@ -233,7 +236,9 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         return hook
 
     def _warn_of_zeros(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
-        """Warn of the elements that no longer move, as their v has frozen at 0 (S5.5)."""
+        """Warn about weight elements that no longer change because their v is frozen at 0
+        (S5.5).
+        """
         unreached: list[str] = []
         underflowed: list[str] = []
         for name, parameter in parameters:
@@ -264,7 +269,9 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
 
 
 def _without_batch(options: QAdamAlgorithm) -> WithoutBatch | str:
-    """Return the contribution of a rank without batches, or the reason that there can be none."""
+    """Return the contribution of a rank without batches, or the reason why `join` is not
+    supported.
+    """
     if options.error_feedback:
         return (
             "with error_feedback=True, ranks without batches would have to add what they have left"

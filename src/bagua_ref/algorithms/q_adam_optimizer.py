@@ -84,7 +84,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     @property
     def step_id(self) -> int:
-        """The number of steps taken."""
+        """Number of steps taken."""
         return cast("int", self.param_groups[0]["step_id"])
 
     @step_id.setter
@@ -94,11 +94,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     @property
     def warmup_steps(self) -> int:
-        """The last step with exact gradients."""
+        """Number of the last step with exact gradients."""
         return cast("int", self.param_groups[0]["warmup_steps"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch; the phase is the same for all groups."""
+        """Add a parameter group, as in torch; the warm-up phase is shared by all groups."""
         phase = {
             name: (self.param_groups or [self.defaults])[0][name]
             for name in ("warmup_steps", "step_id")
@@ -115,7 +115,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"a parameter is {parameter.dtype}; QAdam takes real numbers")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state, also one of torch.optim.Adam, which lacks the phase."""
+        """Restore a pickled state, also one of torch.optim.Adam, which has no warm-up phase."""
         super().__setstate__(state)
         taken = max(
             (int(entry["step"]) for entry in self.state.values() if "step" in entry), default=0
@@ -125,8 +125,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
             group.setdefault("step_id", taken)
 
     def ensure_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of ``parameter``, with zero moments if it has none: ``exp_avg`` is m,
-        ``exp_avg_sq`` is v.
+        """Return the state of ``parameter``, initialized with zero moments if there is none:
+        ``exp_avg`` is m, ``exp_avg_sq`` is v.
 
         ``step`` counts this parameter's own steps, as torch.optim.Adam's does: in warm-up that is
         what biases are corrected by.
@@ -141,7 +141,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; return the result of ``closure``, which computes gradients anew."""
+        """Take one step; return the result of ``closure``, which recomputes the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -175,7 +175,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     def _makes_state_only(self) -> bool:
         """Return whether this is the step with lr=0 and zero gradients by which
-        torch.distributed.checkpoint has state made.
+        torch.distributed.checkpoint initializes optimizer state.
         """
         return all(
             group["lr"] == 0
@@ -185,7 +185,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
 
 class MomentumBucket:
-    """Updates a bucket of momenta before the exchange of S3.2, and handles overflows after it.
+    """A bucket of momenta: their update before the exchange of S3.2, and the handling of overflows
+    after it.
 
     When a GradScaler skips a step because of an overflow, the momenta that were made for it must
     go, too. A bucket keeps the ones before while its operations run; longer if they overflow, or,
@@ -224,7 +225,7 @@ class MomentumBucket:
         """Whether the last result did."""
 
     def update(self, bucket_name: str) -> None:
-        """``m <- beta1*m + (1-beta1)*g`` on the local gradient (S5.5)."""
+        """Update the momenta with the local gradient: ``m <- beta1*m + (1-beta1)*g`` (S5.5)."""
         bucket, optimizer = self._bucket, self._optimizer
         flat = bucket.load()
         momenta = flat[: bucket.filled]
@@ -254,8 +255,9 @@ class MomentumBucket:
             bucket.copy_from_flat(flat)
 
     def spread_overflow(self, bucket_name: str) -> None:
-        """Let every rank's GradScaler see an overflow on any rank, which S4.4 has made a NaN in
-        every rank's momenta; restore the momenta and errors of what no rank uses (S2.5).
+        """Propagate an overflow on any rank, a NaN in every rank's momenta (S4.4), to the
+        gradients, where GradScaler finds it; restore momenta and errors of parameters that no rank
+        uses (S2.5).
         """
         bucket, momenta, unused, end = self._bucket, self._bucket.load(), self._unused(), 0
         # A sum is finite only if all its terms are, and takes a single pass; but it may overflow.
@@ -277,8 +279,8 @@ class MomentumBucket:
             self._before = None
 
     def end_round(self, overflowed: bool) -> None:
-        """Forget the momenta before the round, unless some overflowed, so that the step to come may
-        be skipped.
+        """Discard the copy of the momenta from before the round, unless an overflow may make
+        GradScaler skip the next step.
         """
         if overflowed:
             self._undo_at = self._optimizer.step_id
@@ -289,7 +291,7 @@ class MomentumBucket:
 def _adam_step(
     group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]]
 ) -> None:
-    """Step as the installed torch.optim.Adam(foreach=False)."""
+    """Take the step of the installed torch.optim.Adam(foreach=False)."""
     beta1, beta2 = group["betas"]
     adam(
         parameters,
@@ -317,8 +319,8 @@ def _frozen_step(
     s: int,
     warmup_steps: int,
 ) -> None:
-    """Step along m, leaving the moments as they are; after step ``warmup_steps`` only where v is
-    not 0.
+    """Update weights along m without changing the moments; after step ``warmup_steps``, skip
+    elements whose v is 0.
     """
     beta1, beta2 = group["betas"]
     step_size = float(group["lr"]) / (1 - beta1**s)
@@ -338,14 +340,14 @@ def _frozen_step(
 
 
 def _may_be_zero(v: Tensor) -> bool:
-    """Return whether an element may be 0; it is looked up on a CPU only, as elsewhere one would have
-    to wait for the device.
+    """Return whether an element of v may be 0; only CPU tensors are checked, because a check
+    elsewhere would wait for the device.
     """
     return v.device.type != "cpu" or (v.numel() > 0 and not v.amin() > 0)
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Cut tensors of one shape into blocks whose intermediate results stay in the processor's
+    """Split tensors of one shape into blocks whose intermediate results fit into the processor's
     cache.
     """
     if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
@@ -363,7 +365,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _runs(parameters: Sequence[Tensor], beta1: Mapping[Tensor, float]) -> Iterator[list[Tensor]]:
-    """Cut ``parameters`` into runs of equal beta1, each a single parameter or at most a block."""
+    """Split ``parameters`` into runs of equal beta1, each a single parameter or at most a block."""
     run: list[Tensor] = []
     size = 0
     for parameter in parameters:
@@ -376,7 +378,7 @@ def _runs(parameters: Sequence[Tensor], beta1: Mapping[Tensor, float]) -> Iterat
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient, a new zero one if there is none: this rank did not use the parameter,
-    but it steps as the others.
+    """Return the gradient; create one of zeros if this rank did not use the parameter, because all
+    ranks must step alike.
     """
     return ensure_grad(parameter).detach()

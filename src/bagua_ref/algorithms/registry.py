@@ -16,12 +16,13 @@ AnyImpl = TypeVar("AnyImpl")
 
 
 class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
-    """Algorithms by name."""
+    """Registry of algorithms by name."""
 
     def register(
         self, name: str, algorithm: Callable[..., Any], description: str | None = None
     ) -> None:
-        """Let ``Algorithm.init(name, **kwargs)`` call ``algorithm(**kwargs)``.
+        """Register ``algorithm`` as ``name``: ``Algorithm.init(name, **kwargs)`` calls
+        ``algorithm(**kwargs)``.
 
         Raises:
             ValueError: the name is taken by another algorithm.
@@ -44,7 +45,7 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
         )
 
     def get(self, name: str) -> Callable[..., Any]:  # type: ignore[override]
-        """Return the algorithm that is registered as ``name``.
+        """Return the algorithm registered as ``name``.
 
         Raises:
             ValueError: there is none.
@@ -57,7 +58,9 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
         return found
 
     def name_of(self, algorithm: Any) -> str:
-        """Return the name of the algorithm's class, or the class's own if it is not registered."""
+        """Return the name under which the algorithm's class is registered, else the name of the
+        class.
+        """
         return next(
             (name for name, (known, _) in self.items() if known is type(algorithm)),
             type(algorithm).__name__,
@@ -75,7 +78,7 @@ GlobalAlgorithmRegistry = _AlgorithmRegistry()
 
 
 def check_options(name: str, make: Callable[..., Any], given: Mapping[str, object]) -> None:
-    """Raise TypeError if an algorithm does not have an option.
+    """Raise TypeError for an option that the algorithm does not have.
 
     Args:
         name: of the algorithm.
@@ -93,7 +96,9 @@ def check_options(name: str, make: Callable[..., Any], given: Mapping[str, objec
 
 
 def _close_to(given: str, allowed: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: similar names, and all allowed ones."""
+    """Return the end of an error message about an unknown name: similar names, then all allowed
+    ones.
+    """
     names = list(allowed)
     meant = " or ".join(map(repr, difflib.get_close_matches(given, names)))
     return (
@@ -103,8 +108,8 @@ def _close_to(given: str, allowed: Iterable[str]) -> str:
 
 
 def implements(algorithm: type[Any]) -> Callable[[type[AnyImpl]], type[AnyImpl]]:
-    """Connect the class ``algorithm``, which holds the options, with its implementation, and
-    register it under the implementation's name.
+    """Class decorator of an implementation: link it with ``algorithm``, the class of its options,
+    and register that under the implementation's name.
     """
 
     def decorate(implementation: type[Any]) -> type[Any]:
@@ -116,7 +121,7 @@ def implements(algorithm: type[Any]) -> Callable[[type[AnyImpl]], type[AnyImpl]]
 
 
 def check_whole(name: str, value: int, least: int) -> None:
-    """Raise unless the argument ``name`` is an int from ``least``."""
+    """Raise unless the argument ``name`` is an int of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be an int, {least} or more")
     if value < least:
@@ -150,7 +155,7 @@ def check_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def check_sparse_options(top_k: int | None, chunk: int, mean: str, compression: str | None) -> None:
-    """Raise unless the options of a chunked sparse exchange fit each other (S15).
+    """Raise unless the options of a chunked sparse exchange are compatible (S15).
 
     Args:
         top_k: elements that are sent of each chunk; None: there is no such exchange, and no option

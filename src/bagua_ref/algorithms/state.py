@@ -41,8 +41,8 @@ def communicator_of(group: Group, hierarchical: bool) -> Any:
 
 
 def origin(name: str, group: Group) -> dict[str, Any]:
-    """Return the head of a state: its version, the algorithm ``name``, this rank in ``group``, and
-    the number of ranks.
+    """Return the header of a state: its version, the algorithm ``name``, this rank in ``group``,
+    and the number of ranks.
     """
     return {
         "version": _VERSION,
@@ -87,7 +87,7 @@ def check_origin(state: Mapping[str, Any], here: Mapping[str, Any], local: Colle
 
 
 def check_counters(state: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
-    """Raise ValueError unless ``state`` has numbers, and lists of as many numbers, like
+    """Raise ValueError unless the counters in ``state`` are numbers, or lists as long as those in
     ``counters`` of this training.
     """
     for name, here in counters.items():
@@ -118,8 +118,8 @@ def check_tensors(
     wanted: Mapping[str, Tensor],
     layouts: Mapping[str, Layout] | None = None,
 ) -> None:
-    """Raise ValueError unless a state holds tensors of these names, shapes, dtypes and, where
-    given, strides.
+    """Raise ValueError unless a state holds tensors of the expected names, shapes, dtypes and, with
+    ``layouts``, strides.
 
     Args:
         what: they are, for messages.
@@ -148,7 +148,7 @@ def check_tensors(
 
 
 class TensorStore(dict[str, Tensor]):
-    """Tensors that an algorithm keeps from round to round, by name; zero at first.
+    """Named tensors that an algorithm keeps from round to round, initially zero.
 
     Args:
         what: they are, for messages.
@@ -168,7 +168,8 @@ class TensorStore(dict[str, Tensor]):
         """Flat tensors by the names of the tensors that lie in them."""
 
     def expect(self, name: str, like: Tensor, layout: Layout | None = None) -> None:
-        """Add a tensor of the shape, dtype and device of ``like``, unless there is one of this name.
+        """Add a tensor of the shape, dtype and device of ``like``, unless the store already has
+        this name.
 
         Args:
             name: of the tensor.
@@ -193,9 +194,7 @@ class TensorStore(dict[str, Tensor]):
         self[name], self._layouts[name] = tensor, layout
 
     def flat(self, names: Sequence[str]) -> Tensor:
-        """Return one flat tensor in which these tensors lie from now on, each in the order of its
-        strides.
-        """
+        """Move these tensors into one flat tensor, each in the order of its strides; return it."""
         key = tuple(names)
         if key not in self._flats:
             self._flats = {
@@ -210,18 +209,18 @@ class TensorStore(dict[str, Tensor]):
         return self._flats[key]
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of all of them."""
+        """Return copies of all tensors, by name."""
         return {name: tensor.clone() for name, tensor in self.items()}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless `load` can load ``saved``; where nothing is expected yet,
-        `expect` checks it later.
+        """Raise ValueError unless `load` can load ``saved``; before any `expect`, check only that
+        it holds tensors.
         """
         expected = self if self._layouts else saved
         check_tensors(self._what, saved, expected, self._layouts or None)
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Copy ``saved``; all others become zero."""
+        """Copy ``saved`` into the store; all other tensors become zero."""
         if not self._layouts:
             self.clear()
             self.update({name: tensor.clone() for name, tensor in saved.items()})
@@ -244,8 +243,8 @@ class ErrorMemories:
         self._memories: dict[_Key, ErrorMemory] = {}
 
     def of_bucket(self, bucket: BaguaBucket, group: Group, hierarchical: bool) -> ErrorMemory:
-        """Return the memory of a bucket that is compressed between all ranks (hierarchical: between
-        leaders) of ``group``.
+        """Return the error memory of a bucket compressed between all ranks of ``group``
+        (hierarchical: between leaders).
         """
         chunks = communicator_of(group, hierarchical).nranks()
         if hierarchical and group.get_intra_node_communicator().rank() != 0:
@@ -257,8 +256,7 @@ class ErrorMemories:
     def claim(
         self, names: Sequence[str], tensors: Sequence[Tensor], numel: int, chunks: int
     ) -> ErrorMemory:
-        """Return the memory of these tensors, a new one unless there is one of the same tensors and
-        chunks.
+        """Return the error memory of these tensors and chunks; create it if there is none.
 
         Args:
             names: of the tensors.
@@ -281,7 +279,7 @@ class ErrorMemories:
         return known
 
     def state(self) -> list[dict[str, Any]]:
-        """Return copies of all of them."""
+        """Return copies of all error memories."""
         buckets = []
         for (tensors, numel, chunks), memory in self._memories.items():
             about = {"tensors": list(tensors), "numel": numel, "chunks": chunks}
@@ -290,7 +288,7 @@ class ErrorMemories:
         return buckets
 
     def check(self, saved: Any) -> None:
-        """Raise ValueError unless ``saved`` are memories of this model, which `load` can load."""
+        """Raise ValueError unless `load` can load ``saved``: error memories of this model."""
         check_form(saved, [_BUCKET], "state['memories']")
         if here := sorted({text for texts, _, _ in self._memories for text in texts}):
             there = sorted({text for bucket in saved for text in bucket["tensors"]})
@@ -307,7 +305,7 @@ class ErrorMemories:
             )
 
     def load(self, saved: Collection[Mapping[str, Any]]) -> None:
-        """Load copies of ``saved``, which `check` has passed; all others become zero."""
+        """Load copies of ``saved``, after `check` has passed; all other memories become zero."""
         here, lost = {text for texts, _, _ in self._memories for text in texts}, 0
         for memory in self._memories.values():
             memory.restore(None)

@@ -1,4 +1,4 @@
-"""Top-k: each rank sends its largest gradient elements, and keeps the others for later rounds
+"""Top-k: each rank sends its largest gradient elements, and adds the others to later gradients
 (S11.2).
 """
 
@@ -17,8 +17,8 @@ __all__ = ["TopKAlgorithm", "TopKAlgorithmImpl"]
 
 @dataclass(frozen=True, eq=False)
 class TopKAlgorithm(CompressedGradients):
-    """Each rank sends its k largest gradient elements of each bucket, and adds the others to its
-    next gradients (S11.2).
+    """Top-k: each rank sends the k largest gradient elements of each bucket, and adds the others to
+    its next gradients (S11.2).
 
     ``p = gradient + e``; the k elements of largest ``|p|`` are sent, and the averaged gradient is
     their sum over ranks divided by the number of ranks, 0 where no rank has sent. e is what was not
@@ -50,7 +50,7 @@ class TopKAlgorithm(CompressedGradients):
 
     @property
     def has_memory(self) -> bool:  # type: ignore[override]
-        """Whether what is not sent is kept."""
+        """Whether elements that are not sent are stored for the next round."""
         return self.error_feedback
 
     def __post_init__(self) -> None:
@@ -61,12 +61,14 @@ class TopKAlgorithm(CompressedGradients):
 
 @implements(TopKAlgorithm)
 class TopKAlgorithmImpl(CompressedGradientsImpl):
-    """`TopKAlgorithm` at work on one module; ``memories`` are e, by the names of parameters."""
+    """Implementation of `TopKAlgorithm` for one module; ``memories`` are the residuals e, by
+    parameter name.
+    """
 
     name = "topk"
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S11.2."""
+        """Append the top-k mean (S11.2)."""
         op = TopK(
             self.process_group.get_global_communicator(),
             bucket.kernels,

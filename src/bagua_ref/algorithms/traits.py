@@ -21,7 +21,7 @@ class WithoutBatch(Enum):
 
 @dataclass(frozen=True)
 class Traits:
-    """Traits of an algorithm in one of its phases, by which training treats it.
+    """Properties of an algorithm in one of its phases that determine how training handles it.
 
     Attributes:
         averages: the buckets' result is the mean over ranks of what they contribute, not the sum.
@@ -59,7 +59,8 @@ class Traits:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The steps of a training that are its warm-up, and those after which a round follows.
+    """Schedule of a training: its warm-up steps, and the steps that a round of communication
+    follows.
 
     Steps t are counted from 1. A round follows if t > warmup and ``(t - warmup - offset) mod period
     = 0``.
@@ -81,15 +82,15 @@ class Rounds:
     phase: str = "the local phase"
 
     def past_warmup(self, taken: int) -> bool:
-        """Return whether the step after ``taken`` steps is past the warm-up."""
+        """Return whether the step after the first ``taken`` steps is past the warm-up."""
         return taken >= self.warmup
 
     def kind(self, step: int) -> str:
-        """Return "warm-up", "local" if nothing follows the step, or "round"."""
+        """Return the kind of a step: "warm-up", "round" if a round follows it, else "local"."""
         if step <= self.warmup:
             return "warm-up"
         return "local" if (step - self.warmup - self.offset) % self.period else "round"
 
     def fact(self, past_warmup: bool) -> Fact:
-        """Return the phase, which ranks compare."""
+        """Return the agreement field of the phase, which must be equal on all ranks."""
         return Fact("{is} in {value}", int(past_warmup), ("the warm-up", self.phase))
