@@ -1,5 +1,5 @@
-"""Why a real job hangs: `explain` reads what its ranks have dumped, and `explain_hangs` lets them
-dump it.
+"""Diagnosis of hanging jobs: `explain` reads the dumps of the ranks, and `explain_hangs` makes
+ranks write them.
 """
 
 from bagua_ref.explain.dumps import DumpError

@@ -68,7 +68,7 @@ class DumpError(ValueError):
 
 
 class Operation(NamedTuple):
-    """A collective, as many steps and ranks have it.
+    """A collective operation, shared by many steps and ranks.
 
     Attributes:
         group: the name of its group.
@@ -86,7 +86,7 @@ class Operation(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """What a thread was doing.
+    """A thread's activity: its call of torch.distributed, and the time since it last moved.
 
     Attributes:
         call: its call of torch.distributed, with the innermost line of the user's code; the
@@ -105,7 +105,7 @@ class Stack(NamedTuple):
 
 @dataclass
 class RankDump:
-    """All that is known of one rank.
+    """The information about one rank.
 
     Attributes:
         rank: the global rank.
@@ -142,14 +142,14 @@ class RankDump:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler of numbers, text, lists and dicts, which runs no code."""
+    """An unpickler restricted to numbers, text, lists and dicts; it runs no code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no flight recorder does")
 
 
 def read_dumps(folder: str | Path) -> dict[int, RankDump]:
-    """Return the dumps of a folder, by rank.
+    """Return the dumps in a folder, by rank.
 
     Raises:
         DumpError: there are none, one is damaged, or they do not belong together.
@@ -204,7 +204,7 @@ def _read_ranks(entries: list[tuple[int, list[Path]]]) -> Iterator[RankDump]:
 
 
 def _read_rank(entry: tuple[int, list[Path]]) -> RankDump:
-    """Return a rank's dump, from all its files."""
+    """Return a rank's dump, combined from all its files."""
     rank, paths = entry
     gc.disable()  # it takes a third of the time
     dump, chosen = RankDump(rank), dict[str, tuple[Path, Any]]()
@@ -262,7 +262,9 @@ def _is_users(file: str) -> bool:
 
 
 def _sites(frames: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
-    """Yield files and lines of the user's code, the innermost first, and nowhere at the end."""
+    """Yield file and line of each frame of the user's code, innermost first, and ("", 0) at the
+    end.
+    """
     for frame in frames:
         if _is_users(frame["filename"]):
             yield frame["filename"], frame["line"]
@@ -270,7 +272,7 @@ def _sites(frames: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
 
 
 def _read_recorder(dump: RankDump, content: Mapping[str, Any]) -> None:
-    """Read what torch's flight recorder has dumped."""
+    """Read a dump of torch's flight recorder."""
     dump.version, entries = str(content["version"]), content["entries"]
     if not dump.version.startswith("2."):
         raise ValueError(f"its format has version {dump.version}; versions 2.x can be read")
@@ -335,7 +337,7 @@ def _read_recorder(dump: RankDump, content: Mapping[str, Any]) -> None:
 
 
 def _operation(entry: Mapping[str, Any], site: tuple[str, int]) -> Operation:
-    """Return an entry's operation, with the sizes that must agree between ranks."""
+    """Return the operation of an entry, including the sizes that must agree between ranks."""
     group, name = entry["process_group"][0], entry["profiling_name"].rpartition(":")[2]
     public = shown = _PUBLIC.get(name, name)
     if (frames := entry.get("frames")) and frames[0]["filename"].endswith("distributed_c10d.py"):
@@ -354,13 +356,13 @@ def _operation(entry: Mapping[str, Any], site: tuple[str, int]) -> Operation:
 
 
 def _dtype(name: str) -> str:
-    """Return the name of a dtype that recorders call "Float", for example."""
+    """Return the torch name of a dtype; recorders write "Float", for example."""
     kind = getattr(torch, f"{name}Tensor", None)
     return name.lower() if kind is None else str(kind.dtype).removeprefix("torch.")
 
 
 def _read_stacks(dump: RankDump, content: Mapping[str, Any]) -> None:
-    """Read what `explain_hangs` has written."""
+    """Read a file of stacks written by `explain_hangs`."""
     dump.time, dump.reason = float(content["time"]), content["reason"]
     dump.error, dump.limit = content["error"], min(LONG, content["after"] / 2)
     dump.has_ended = dump.reason == "exit" or bool(content.get("ended"))
@@ -382,7 +384,7 @@ def _read_threads(dump: RankDump, threads: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _read_spy(dump: RankDump, content: str) -> None:
-    """Read what ``py-spy dump`` has printed; it says nothing about arguments and times."""
+    """Read the output of ``py-spy dump``; it has no arguments and times."""
     own = re.split(r"(?m)^Process ", content)[:2][-1]  # those of its children follow
     for part in re.split(r"(?m)^(?=Thread )", own)[1:]:
         name = re.match(r'.*"(.*)"', part)
@@ -397,7 +399,7 @@ def _read_spy(dump: RankDump, content: str) -> None:
 
 
 def _read_own(dump: RankDump, content: Mapping[str, Any]) -> None:
-    """Read what `bagua_ref.flight_recorder` has dumped: its waits and its error."""
+    """Read a dump of `bagua_ref.flight_recorder`: its waits and its error."""
     dump.world_size, dump.time = content["world_size"], float(content["time"])
     for wait in content["waits"]:
         if wait["ranks"]:  # others are waits of one thread for another
@@ -410,8 +412,8 @@ def _read_own(dump: RankDump, content: Mapping[str, Any]) -> None:
 
 
 def _read_crash(dump: RankDump, content: str) -> None:
-    """Read what Python's faulthandler has written of a process that native code ended; the main
-    thread comes last.
+    """Read faulthandler's report on a process that native code ended; the main thread comes
+    last.
     """
     first, *threads = re.split(r"(?m)^(?:Current t|T)hread ", content)
     for part in reversed(threads):

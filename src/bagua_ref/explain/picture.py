@@ -12,8 +12,8 @@ _CALLS = 20
 
 
 def draw_timeline(found: Explanation, colors: tuple[str, ...]) -> Any:
-    """Return a matplotlib Figure of the last calls of up to 64 ranks: dots are complete, bars last
-    until the dump was written.
+    """Return a matplotlib Figure of the last calls of up to 64 ranks: dots are completed calls,
+    bars are pending until the dump.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,6 @@
-"""The verdict on the dumps of a job: where its ranks part, who waits for whom, and why."""
+"""The verdict on the dumps of a job: the divergence of its ranks, who waits for whom, and the
+cause.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ _GUESSES = {
 
 @dataclass
 class Explanation:
-    """What `explain` has found.
+    """The result of `explain`.
 
     Attributes:
         dumps: what was read, by rank.
@@ -65,7 +67,7 @@ class Explanation:
     waits: list[RankCall] = field(default_factory=list)
 
     def call(self, row: Any) -> RankCall:
-        """Return a row of a track in words."""
+        """Return a row of a track as a `RankCall`."""
         group, text, _, file, line = self.operations[row["operation"]]
         return RankCall(int(row["rank"]), "", text, group, file, line)
 
@@ -101,7 +103,7 @@ def explain(folder: str | Path) -> Explanation:
 
 
 def _joined(dumps: dict[int, RankDump], size: int) -> Explanation:
-    """Return the calls of all ranks, whose operations have the same indices."""
+    """Merge the calls of all ranks, with common indices of operations."""
     indices, everyone = dict[Operation, int](), tuple(range(size))
     tracks: dict[tuple[str, Ranks], dict[int, NDArray[Any]]] = defaultdict(dict)
     for rank, dump in dumps.items():
@@ -120,8 +122,8 @@ def _joined(dumps: dict[int, RankDump], size: int) -> Explanation:
 
 
 def _find_waits(found: Explanation, members: Ranks, tracks: Mapping[int, NDArray[Any]]) -> None:
-    """Find who waits in a group's collectives: for too long, and for ranks that had not come when
-    their own dumps were written, which may be at another time.
+    """Find the waits in a group's collectives: those beyond the time limit, and those for ranks
+    missing in their own dumps, which may be of another time.
     """
     dumps = found.dumps
     last = {rank: int(track["number"][-1]) for rank, track in tracks.items()}
@@ -165,7 +167,7 @@ def _find_waits(found: Explanation, members: Ranks, tracks: Mapping[int, NDArray
 
 
 def _find_waits_of_threads(found: Explanation) -> None:
-    """Find who waits in what no recorder has, such as messages, from stacks."""
+    """Find waits that no flight recorder covers, such as messages, from stacks."""
     stacks = [stack for dump in found.dumps.values() for stack in dump.stacks]
     calls = {(one.call.rank, one.call.group, _name(one.call)) for one in stacks}
     for call, seconds, _, facts in stacks:
@@ -191,12 +193,14 @@ def _at(kind: str, text: str, call: RankCall) -> Finding:
 
 
 def _exception(found: Explanation) -> Finding | None:
-    """Return the first exception of a rank that communication did not raise."""
+    """Return the first exception of a rank that was not raised by communication."""
     return _first_error(found, False)
 
 
 def _crash(found: Explanation) -> Finding | None:
-    """Return the first rank whose process native code ended, as communication may do."""
+    """Return the first rank whose process ended in native code, which communication may have
+    caused.
+    """
     return _first_error(found, None)
 
 
@@ -211,7 +215,7 @@ def _first_error(found: Explanation, communication: bool | None) -> Finding | No
 
 
 def _other_groups(found: Explanation) -> Finding | None:
-    """Return a rank's group that has other ranks for others of them."""
+    """Return a finding if ranks disagree on the members of a group."""
     stacks = [stack for dump in found.dumps.values() for stack in dump.stacks]
     making = [one.call for one in stacks if one.call.operation.startswith("new_group")]
     owners: dict[tuple[str, int], Ranks] = {}
@@ -252,8 +256,8 @@ def _mismatch(found: Explanation) -> Finding | None:
 
 
 def _mismatch_of_threads(found: Explanation) -> Finding | None:
-    """Return the first pair of ranks that send and receive other sizes, or calls of other roots,
-    in the same collective.
+    """Return the first pair of ranks whose sizes or roots differ in the same collective, from
+    stacks.
     """
     last = {
         (rank, group): track["number"][-1]
@@ -288,7 +292,7 @@ def _mismatch_of_threads(found: Explanation) -> Finding | None:
 
 
 def _waiting(found: Explanation) -> Finding | None:
-    """Return who waits for whom: in a circle, for ranks that do not come, or for nobody."""
+    """Return a finding on who waits for whom: a cycle, absent ranks, or nobody."""
     absent = _absent(found)
     sentences = [_whereabouts(found, rank) for rank in absent[:3]]
     if len(absent) > 3:
@@ -317,8 +321,8 @@ def _waiting(found: Explanation) -> Finding | None:
 
 
 def _absent(found: Explanation) -> list[int]:
-    """Return the ranks for which others wait, and which wait for nobody; if no wait is known, those
-    that have ended or have no dump.
+    """Return the awaited ranks that are not waiting themselves; without waits, those that have
+    ended or have no dump.
     """
     if not found.waits:
         ranks, dumps = range(found.world_size), found.dumps
@@ -328,7 +332,7 @@ def _absent(found: Explanation) -> list[int]:
 
 
 def _whereabouts(found: Explanation, rank: int) -> str:
-    """Describe the activity of a rank that others wait for."""
+    """Describe the activity of an awaited rank."""
     dump = found.dumps.get(rank)
     if dump is None:
         return f"rank {rank} has no dump: it has died, or could not write one"
@@ -351,8 +355,8 @@ def _whereabouts(found: Explanation, rank: int) -> str:
 
 
 def _log(found: Explanation) -> list[list[RankCall]]:
-    """Return the calls of each rank that all recorders still have; of many ranks, those of the
-    rarest and of the most frequent sequences of operations.
+    """Return each rank's calls that are in all recorders; of many ranks, only those with the rarest
+    and the most frequent sequences of operations.
     """
     sequence = {rank: dump.calls["operation"].tobytes() for rank, dump in found.dumps.items()}
     count = Counter(sequence.values())
@@ -369,7 +373,7 @@ def _log(found: Explanation) -> list[list[RankCall]]:
 
 
 def _cause(found: Explanation, finding: Finding, log: list[list[RankCall]]) -> tuple[str, str]:
-    """Return a likely cause of the finding, and how sure it is."""
+    """Return a likely cause of the finding, and its certainty."""
     kind, calls = finding.kind, found.waits
     if kind == "groups":
         return "groups are created in another order on some ranks", "certain"

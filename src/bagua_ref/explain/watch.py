@@ -1,4 +1,6 @@
-"""A watch over this process: it dumps what each rank does when one hangs, fails or is ended."""
+"""A watchdog in each process: it dumps the rank's activity when a rank hangs, fails or is
+terminated.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ _Frames = Sequence[tuple[FrameType, int]]
 
 
 class HangWatch:
-    """The watch that `explain_hangs` starts.
+    """The watchdog that `explain_hangs` starts.
 
     Attributes:
         folder: of the dumps.
@@ -72,7 +74,7 @@ class HangWatch:
         self._crash: IO[str] | None = None
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Install the hooks and start the thread."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self._paths():
             path.unlink(missing_ok=True)  # left over from an earlier run
@@ -93,7 +95,7 @@ class HangWatch:
         self._thread.start()
 
     def close(self, reason: str = "") -> None:
-        """Watch no longer; give back signals and hooks that are still this watch's.
+        """Stop the watchdog; restore signals and hooks unless others have replaced them.
 
         Args:
             reason: to dump a last time, unless an exception was dumped.
@@ -122,8 +124,8 @@ class HangWatch:
         self._receive = -1
 
     def _watch_crashes(self) -> None:
-        """Let crashes of native code, which leave no time for a dump, write all stacks; not if the
-        program uses faulthandler itself.
+        """Enable faulthandler, unless the program has, so that crashes of native code write all
+        stacks.
         """
         if self._crash is None and not faulthandler.is_enabled():
             path = self.folder / f"rank_{self._rank()}.crash"
@@ -131,7 +133,7 @@ class HangWatch:
             faulthandler.enable(self._crash)
 
     def dump(self, reason: str, error: BaseException | None = None) -> None:
-        """Write what this rank does: its flight recorder, and its stacks and groups."""
+        """Write this rank's state: its flight recorder, stacks and groups."""
         with self._mutex:
             recorder, stacks = self._paths()
             content: dict[str, Any] = {
@@ -196,7 +198,7 @@ class HangWatch:
         return dist.get_rank() if dist.is_initialized() else get_rank()
 
     def _patience(self) -> float:
-        """Return the seconds of a wait that is dumped."""
+        """Return the duration in seconds after which a wait is dumped."""
         if self._after is not None:
             return self._after
         try:
@@ -207,7 +209,9 @@ class HangWatch:
             return _MOST
 
     def _run(self) -> None:
-        """Look once a second, and at once after a signal."""
+        """Main loop of the watchdog's thread: check for hangs once a second, and immediately after
+        a signal.
+        """
         while True:
             signals = b""
             if select.select([self._receive], [], [], min(1.0, self._patience() / 10))[0]:
@@ -229,7 +233,7 @@ class HangWatch:
             self._look()
 
     def _look(self) -> None:
-        """Dump if a call has not moved for too long, or if another rank has dumped."""
+        """Dump if a call has been stuck for too long, or if another rank has dumped."""
         now, oldest = time.monotonic(), math.inf
         for thread, frame in sys._current_frames().items():
             stack = list(traceback.walk_stack(frame))
@@ -253,13 +257,13 @@ class HangWatch:
         self._seen = count
 
     def _is_new(self) -> bool:
-        """Return whether the main thread has gone on since the last dump, which says more about the
-        same incident: it was written at the same time as those of other ranks.
+        """Return whether the main thread has moved since the last dump; if not, that dump describes
+        the same incident better, as other ranks' dumps are of the same time.
         """
         return self._content is None or self._moves > 3
 
     def _count(self, more: int) -> int:
-        """Count a dump of this rank; return how many there are of the ranks that began."""
+        """Add ``more`` to the count of ranks' dumps in the store; return the count."""
         try:
             if self._store is None:
                 store: Any = c10d._get_default_store()
@@ -289,13 +293,13 @@ class HangWatch:
 
 
 def _is_communication(error: BaseException) -> bool:
-    """Return whether communication raised an error, so that another rank may be its cause."""
+    """Return whether communication raised this error, which may thus be caused by another rank."""
     kinds = (dist.DistError, CommunicationError)
     return isinstance(error, kinds) or bool(_COMMUNICATION.search(str(error)))
 
 
 def _groups() -> dict[str, list[int]]:
-    """Return the global ranks of each group that this process has made, by name."""
+    """Return the global ranks of each group in this process, by name."""
     names, world = dict(c10d._world.pg_names), c10d._world.pg_group_ranks
     return {
         name: sorted(world[group], key=world[group].__getitem__) for group, name in names.items()
@@ -303,7 +307,7 @@ def _groups() -> dict[str, list[int]]:
 
 
 def _call(stack: _Frames) -> dict[str, Any]:
-    """Return the call of torch.distributed that a thread waits in, from its frames' variables."""
+    """Return the call of torch.distributed in which a thread waits, from its frames' variables."""
     for frame, _ in reversed(stack):
         name = frame.f_code.co_name
         if frame.f_code.co_filename == c10d.__file__ and name[0] != "_":
@@ -329,7 +333,7 @@ def _call(stack: _Frames) -> dict[str, Any]:
 
 
 def _describe_call(name: str, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call of torch.distributed, with as much of its arguments as there is."""
+    """Describe a call of torch.distributed with its known arguments."""
     group: Any = variables.get("group")
     if group is None and dist.is_initialized():
         group = c10d._get_default_group()
@@ -358,7 +362,7 @@ def _describe_call(name: str, variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _splits(variables: Mapping[str, Any], way: str, members: Sequence[int]) -> dict[int, int]:
-    """Return the elements that an all-to-all sends to each rank or receives from it."""
+    """Return the numbers of elements that an all-to-all sends to each rank or receives from it."""
     counts = [tensor.numel() for tensor in variables.get(f"{way}_tensor_list", ())]
     tensor = variables.get(way)
     if isinstance(tensor, Tensor):
@@ -372,15 +376,15 @@ def _describe_tensor(tensor: Tensor) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     part = path.with_name(f"{path.name}.part.new")
     part.write_bytes(data)
     part.replace(path)
 
 
 def explain_hangs(folder: str | Path, *, after: float | None = None) -> HangWatch:
-    """Watch this process, and write what it does into ``folder`` when the job hangs, for
-    ``bagua-ref explain FOLDER``.
+    """Watch this process, and dump its state into ``folder`` when the job hangs, for ``bagua-ref
+    explain FOLDER``.
 
     Call it once on every rank, before or after ``init_process_group``; all ranks can share the
     folder. A daemon thread looks once a second. It writes torch's flight recorder, the stack of

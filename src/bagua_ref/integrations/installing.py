@@ -586,7 +586,9 @@ class _Shards:
         return {} if memory is None else {"worker": memory.worker, "server": memory.server}
 
     def loading(self, state: Any, drop_local: bool) -> Callable[[], None]:
-        """Validate ``state``; return a callback that loads it. Raise ValueError for another unit's."""
+        """Validate ``state``; return a callback that loads it. Raise ValueError for another
+        unit's.
+        """
         memory, kept = self._memory_for(), None
         if not drop_local:
             check_tensors(f"error memories of {self.name!r}", state, self.state())

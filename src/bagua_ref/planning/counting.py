@@ -271,7 +271,9 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 _results: dict[Any, Any] = {}
-"""Operation and the shapes of its tensors -> its results as meta tensors, or None if it must run."""
+"""Operation and the shapes of its tensors -> its results as meta tensors, or None if it must
+run.
+"""
 
 
 def _key(value: Any) -> Any:

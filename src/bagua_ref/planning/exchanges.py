@@ -1,4 +1,6 @@
-"""Operations on buckets: the calls of a rank, and from them the messages of all ranks (S3, S14.1)."""
+"""Operations on buckets: the calls of a rank, and from them the messages of all ranks (S3,
+S14.1).
+"""
 
 from __future__ import annotations
 

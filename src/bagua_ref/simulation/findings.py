@@ -275,7 +275,9 @@ def _different_replicas(steps: Sequence[Sequence[Step]]) -> Finding | None:
 
 
 def _is_joined(steps: Sequence[Sequence[Step]]) -> bool:
-    """Return whether ranks without batches shadow the others' collectives, at lines of their own."""
+    """Return whether ranks without batches shadow the others' collectives, at lines of their
+    own.
+    """
     return any(step.joined for own in steps for step in own)
 
 

@@ -48,7 +48,9 @@ def answer(
 
 
 def _tensor(values: Any, dtype: str) -> Tensor:
-    """Return bytes as uint8, integers as int64, and other numbers in a case's dtype."""
+    """Convert outputs to tensors: bytes to uint8, integers to int64, other numbers to the case's
+    dtype.
+    """
     if isinstance(values, Tensor):
         return values
     if isinstance(values, bytes):
@@ -135,7 +137,9 @@ def _qadam_momentum(dtype: str, m: Tensor, grad: Tensor, nodes: Nodes, beta1: fl
 
 
 def _on_updates(dtype: str, ranks: Any, updates: Tensor, step: Callable[..., Any]) -> list[Any]:
-    """Return all ranks' weights after each step, before which the updates are added."""
+    """Return all ranks' weights after each step; a step first adds the updates, then calls
+    ``step``.
+    """
     after = []
     for t, update in enumerate(array(updates)):
         ranks = step([stored(x + u, dtype) for x, u in zip(ranks, update, strict=True)], t)
@@ -173,7 +177,9 @@ def _shift_one_peer(dtype: str, rank: Tensor, step: Tensor, nranks: int) -> Outp
 
 
 def _graph_sources(dtype: str, rank: Tensor, step: Tensor, graph: str, nranks: int) -> Outputs:
-    """Average unit vectors: the sources of a rank are those that leave something in its row."""
+    """Return each rank's sources at each step: the non-zero entries of its row when unit vectors
+    are averaged.
+    """
     average, ones = decentralized_numpy.averaged, np.eye(nranks)
     after = [average(ones, graph, t) for t in step.tolist()]
     return {"sources": [[np.flatnonzero(x[r]) for x in after] for r in rank.tolist()]}
@@ -367,7 +373,9 @@ def stretches(
     drop_last_batch: bool = False,
     **options: Any,
 ) -> list[list[list[Any]]]:
-    """Return each replica's samples or batches in each stretch of a case's epoch (S7.3 to S7.7)."""
+    """Return each replica's samples or batches by stretch of a case's epoch (S7.3 to S7.7); a
+    stretch has a constant number of replicas.
+    """
     options |= {"replicas": num_replicas, "draws": draws}
     if operation == "budget_batches":
         padded = samplers_plain.FORMULAS.get(padded, padded)

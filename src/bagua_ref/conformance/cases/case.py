@@ -42,7 +42,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The case's name among all: suite, operation, dtype and name."""
+        """The case's unique name: suite, operation, dtype and name."""
         return f"{self.operation}/{self.dtype}/{self.name}"
 
     @cached_property
@@ -61,7 +61,8 @@ _NAN_BITS = {
 
 
 def canonical(x: Tensor) -> Tensor:
-    """Return a contiguous copy whose NaNs have the bits of S4.4, which processors choose otherwise.
+    """Return a contiguous copy with all NaNs replaced by that of S4.4; processors differ in the
+    bits of NaNs.
 
     >>> canonical(-torch.tensor([float("nan")])).view(torch.int32).item() == 0x7FC00000
     True

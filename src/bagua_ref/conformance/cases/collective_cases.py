@@ -1,4 +1,4 @@
-"""Arguments and expected results of collectives: numbers that identify rank and place."""
+"""Arguments and expected results of collectives: numbers that identify rank and index."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def _numbers(rank: int, count: int, start: int, ranks: int, places: int, most: i
 
 
 def values(rank: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Return a rank's values: they differ between places and between neighbouring ranks, and use
-    all bits of the dtype.
+    """Return a rank's values: distinct between indices and between neighbouring ranks, using all
+    bits of the dtype.
     """
     numbers = _numbers(rank, count, start, 211, 31, 1021)
     if dtype.is_complex:
@@ -77,8 +77,8 @@ def values(rank: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
 
 
 def terms(op: ReduceOp, rank: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Return a rank's values for a reduction: sums are exact in any order, and those of integers
-    wrap around.
+    """Return a rank's values for a reduction: float sums are exact in any order, integer sums wrap
+    around.
     """
     small, bits = _numbers(rank, count, start, 2, 3, 5), 8 * dtype.itemsize
     if dtype.is_floating_point:
@@ -93,7 +93,7 @@ def terms(op: ReduceOp, rank: int, count: int, dtype: torch.dtype, start: int = 
 
 
 def nothing(count: int, dtype: torch.dtype) -> Tensor:
-    """Return the initial value of a tensor that is to be filled."""
+    """Return the initial value of an output tensor: 99 everywhere."""
     return torch.full((count,), 99).to(dtype)
 
 
@@ -104,7 +104,7 @@ def root_of(draw: Draw, nodes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective with its arguments and the tensors among them afterwards, by rank.
+    """A call of a collective: its arguments and expected tensors, by rank.
 
     Attributes:
         method: of communicators.
@@ -152,7 +152,7 @@ def collective_call(
     short, long = nothing(count, dtype), nothing(n * count, dtype)
 
     def with_own(whole: Tensor, own: Tensor, rank: int) -> Tensor:
-        """Return n chunks of which the rank's own is replaced."""
+        """Return a copy of ``whole``, n chunks, with chunk ``rank`` replaced by ``own``."""
         found = whole.clone()
         found[rank * count : (rank + 1) * count] = own
         return found

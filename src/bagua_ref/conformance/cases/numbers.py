@@ -1,4 +1,6 @@
-"""Numbers of many kinds from a seed: the same on every machine and in every version."""
+"""Pseudo-random numbers of many kinds from a seed: the same on every machine and in every
+version.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ from bagua_ref.conformance.expected.codecs_scalar import grid
 
 
 def tensor_of(values: Any, dtype: str, scale: float = 1) -> Tensor:
-    """Return the scaled values rounded to dtype, 16-bit ones by way of float32, as not every
-    processor rounds float64 at once.
+    """Return scaled values rounded to dtype; 16-bit dtypes are rounded via float32, as not every
+    processor rounds float64 directly.
     """
     wide = torch.from_numpy(np.array(values, float)) * scale  # also of "inf" and "nan"
     return wide if dtype == "float64" else wide.float().to(getattr(torch, dtype))
 
 
 class Numbers:
-    """A stream of numbers that belongs to a text. NumPy's `RandomState`, unlike its newer
-    generators, is the same in every version.
+    """A stream of pseudo-random numbers seeded by a text. It uses NumPy's `RandomState`, which,
+    unlike the newer generators, is the same in every version.
 
     >>> Numbers("a case").integers([2, 2], 100)
     tensor([[53, 43],
@@ -36,7 +38,7 @@ class Numbers:
         self._random = np.random.RandomState([zlib.crc32("/".join(parts).encode())])
 
     def unit(self, *shape: int) -> Any:
-        """Return numbers from 0 to 1; without a shape, one."""
+        """Return numbers from 0 to 1; a scalar without a shape."""
         return self._random.random_sample(shape or None)
 
     def below(self, limit: int, *shape: int) -> Any:
@@ -52,7 +54,7 @@ class Numbers:
         return torch.as_tensor(self.below(limit, *shape))
 
     def of(self, kind: str, shape: list[int], dtype: str) -> Tensor:
-        """Return numbers of a kind in one of the tables below, or any bits."""
+        """Return numbers of one of the kinds tabulated below, or arbitrary bits."""
         size, found = math.prod(shape), getattr(torch, dtype)
         if not size:
             return torch.empty(shape, dtype=found)
@@ -69,8 +71,8 @@ class Numbers:
 
 
 def bulk(dtype: torch.dtype, kind: str, seed: int, size: int, *, finite: bool = False) -> Tensor:
-    """Return ``size`` numbers of a kind, the same ones for the same seed; ``finite``: 1 for those
-    that are not.
+    """Return ``size`` numbers of a kind, determined by the seed; with ``finite``, 1 replaces
+    numbers that are not finite.
     """
     found = Numbers(kind, str(seed)).of(kind, [size], name_of(dtype))
     return torch.where(found.isfinite(), found, 1) if finite else found
@@ -102,8 +104,8 @@ def _extremes(x: Numbers, n: int, info: torch.finfo) -> Any:
 
 
 def _near_ties(x: Numbers, n: int, info: torch.finfo, size: float = 1) -> Any:
-    """Return numbers whose products with MinMaxUInt8's scale lie within some steps of k + 1/2, where
-    rounding too late or too early shows.
+    """Return numbers whose products with MinMaxUInt8's scale lie within a few steps of k + 1/2, to
+    expose rounding too late or too early.
     """
     low = x.between(-4, 4)
     ends = tensor_of([low, low + x.between(0, 4)], info.dtype, size).tolist()
@@ -115,8 +117,8 @@ def _near_ties(x: Numbers, n: int, info: torch.finfo, size: float = 1) -> Any:
 
 
 def _half_a_level(x: Numbers, n: int, info: torch.finfo) -> Any:
-    """Return ends with max*scale close to k + 1/2, where S4.6's bound is tight, and numbers between
-    them.
+    """Return numbers whose minimum and maximum have max*scale close to k + 1/2, where S4.6's bound
+    is tight.
     """
     half = x.below(254) + 0.5
     low = -x.between(1, 2) * 2.0 ** (x.below(16) - 8)
@@ -130,7 +132,7 @@ def _ties(x: Numbers, n: int, info: torch.finfo) -> Any:
 
 
 def _levels(x: Numbers, n: int, info: torch.finfo) -> Any:
-    """Return halves of levels, from low to low + 255 steps."""
+    """Return multiples of half a level from low to low + 255 steps."""
     places = x.below(511, n) / 2
     places[:2] = [0, 255][:n]
     return ((x.below(1200) - 600) / 2 + places) * 2.0 ** (x.below(7) - 3)

@@ -1,4 +1,4 @@
-"""Complexities and options of balanced samplers, and a rule that cuts batches (S7)."""
+"""Strategies for balanced samplers: complexities, options, and a rule that cuts batches (S7)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _numbers = (
 
 @st.composite
 def about_an_edge(draw: st.DrawFn) -> list[Any]:
-    """Integers, and floats among them, so close that some dtypes cannot distinguish them."""
+    """Integers, and floats among them, so close to a power of two that some dtypes cannot
+    distinguish them.
+    """
     edge = draw(
         st.sampled_from(
             [sign * 2**power for power in (24, 53, 54, 58, 61, 63, 80) for sign in (1, -1)]
@@ -91,8 +93,8 @@ def cases(draw: st.DrawFn) -> tuple[list[Any], int, dict[str, Any]]:
 
 @st.composite
 def noisy_cases(draw: st.DrawFn) -> tuple[list[float], int, dict[str, Any]]:
-    """Ranges and levels whose product, or its sum with 1, depends on how it is rounded; epochs
-    beyond those of a narrow integer.
+    """Inputs whose noise limit is sensitive to rounding: ranges and levels whose product, or its
+    sum with 1, depends on the rounding; epochs beyond narrow integers.
     """
     low, span = draw(st.integers(-5, 5)), draw(st.sampled_from([10, 70, 100, 1_000]))
     values: list[float] = [
@@ -159,23 +161,21 @@ def cut(limit: int) -> Callable[[list[int]], list[list[int]]]:
 
 
 def few_or_many(drawn: list[int]) -> list[list[int]]:
-    """A batch_fn with which replicas differ in their numbers of batches by more than a factor of
-    two.
-    """
+    """A batch_fn with which replicas' numbers of batches differ by more than a factor of two."""
     few = [part for part in (drawn[:1], drawn[1:]) if part]
     return few if drawn[0] % 2 else [[index] for index in drawn]
 
 
 def one_to_five(drawn: list[int]) -> list[list[int]]:
-    """A batch_fn whose number of batches depends on the first sample alone, so that replicas with
-    one sample differ in it, too.
+    """A batch_fn whose number of batches depends only on the first sample, so that it differs even
+    between replicas with one sample.
     """
     return [[drawn[place % len(drawn)], place] for place in range(1 + drawn[0] % 5)]
 
 
 def many_for(sample: int) -> Callable[[list[int]], list[list[int]]]:
-    """Return a batch_fn with which replicas that draw a sample have three batches, the others
-    one.
+    """Return a batch_fn that gives three batches to replicas with a certain sample, and one to the
+    others.
     """
     return lambda drawn: [drawn] * (3 if sample in drawn else 1)
 

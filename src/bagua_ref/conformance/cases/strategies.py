@@ -65,7 +65,7 @@ def _edges(dtype: torch.dtype, finite: bool) -> list[float]:
 
 @functools.lru_cache(256)  # making a strategy takes longer than drawing from it
 def numbers(dtype: torch.dtype, *, finite: bool = False) -> st.SearchStrategy[float]:
-    """Any number of a dtype, with frequent edge cases."""
+    """Any number of a dtype, often an edge case."""
     limit, width = torch.finfo(dtype).max, _WIDTH[dtype]
     return st.one_of(
         st.floats(-4, 4, width=width),  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def numbers(dtype: torch.dtype, *, finite: bool = False) -> st.SearchStrategy[fl
 def adversarial(
     dtype: torch.dtype, size: int, *, finite: bool = False
 ) -> st.SearchStrategy[Tensor]:
-    """Tensors of ``size`` elements, number by number."""
+    """Tensors of ``size`` elements, each drawn separately."""
     halves = st.integers(-600, 600).map(lambda n: n / 2)
     return st.one_of(
         *(
@@ -98,7 +98,7 @@ _sizes = st.sampled_from([1, 2, 3, 7, 31, 33, 64, 256, 257, 500, 1024, 1025, 409
 
 @functools.lru_cache(256)
 def tensors(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.SearchStrategy[Tensor]:
-    """Tensors of ``size`` elements; short ones are also drawn number by number."""
+    """Tensors of ``size`` elements; elements of short ones may be drawn separately."""
     long = st.builds(lambda kind, seed: bulk(dtype, kind, seed, size, finite=finite), _kinds, seeds)
     return long if size > 12 else st.one_of(adversarial(dtype, size, finite=finite), long)
 
@@ -106,8 +106,8 @@ def tensors(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.Search
 def mixed(
     dtype: torch.dtype, count: int, seed: int, size: int, *, finite: bool = False
 ) -> list[Tensor]:
-    """Return ``count`` tensors in which each element is of its own kind, and often the other's
-    equal, opposite or neighbour.
+    """Return ``count`` tensors with a random kind for each element, which is often equal to,
+    opposite to or next to another tensor's.
 
     The first places hold every pair of edges.
     """
@@ -147,7 +147,7 @@ _chunk_sizes = st.one_of(
 
 @st.composite
 def chunked(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """A flat tensor of equal chunks, each of its own kind, and how many there are: few, many tiny
+    """A flat tensor of equal chunks, each of its own kind, and the number of chunks: few, many tiny
     ones, or one or two long ones.
     """
     few = st.tuples(st.integers(1, 5) | st.integers(1, 9), _chunk_sizes)
@@ -165,7 +165,7 @@ def chunked(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Tensor, int]:
 
 @st.composite
 def ends_near_half_a_level(draw: st.DrawFn) -> tuple[float, float]:
-    """A float32 minimum and maximum with max*scale close to k + 1/2: where S4.6's bound is tight;
+    """A float32 minimum and maximum with max*scale close to k + 1/2, where S4.6's bound is tight;
     the maximum is moved by up to four float32 steps either way.
     """
     low, high = Numbers(str(draw(seeds))).of("half a level", [2], "float32")
@@ -187,8 +187,8 @@ def worlds(draw: st.DrawFn, max_ranks: int = 9, least_nodes: int = 1) -> tuple[i
 
 @st.composite
 def paired_worlds(draw: st.DrawFn, hierarchical: bool, max_ranks: int = 8) -> tuple[int, ...]:
-    """Worlds with an even number of ranks (hierarchical: of leaders); possibly with one rank
-    more.
+    """Worlds with an even number of ranks (hierarchical: of leaders); optionally with one more
+    rank.
     """
     nodes = draw(worlds(max_ranks))
     return (*nodes, 1) if (len(nodes) if hierarchical else sum(nodes)) % 2 else nodes
@@ -199,8 +199,8 @@ _HIGHEST = {torch.float16: 15, torch.bfloat16: 127, torch.float32: 127}
 
 
 def near_ties(codec: str, dtype: torch.dtype, seed: int) -> Tensor:
-    """Return one to four blocks: their largest numbers fix the scales, the others lie at ties, or
-    one step beside them.
+    """Return one to four blocks: their largest numbers determine the scales, the others are ties or
+    one step off a tie.
 
     Scales reach both ends of the dtype's range. Some blocks are of zeros of both signs, or of
     numbers below the last tie. The largest numbers are often those at which a scale rule changes,
@@ -249,7 +249,7 @@ def near_ties(codec: str, dtype: torch.dtype, seed: int) -> Tensor:
 
 @st.composite
 def payloads(draw: st.DrawFn, codec: str, dtype: torch.dtype) -> tuple[Tensor, int, int]:
-    """Payloads of any bytes, the number of their chunks, and of the elements of each."""
+    """Payloads of arbitrary bytes, the number of chunks, and the number of elements per chunk."""
     if codec == MINMAX:
         size = draw(st.one_of(st.integers(0, 40), st.sampled_from([32, 256])))
         blocks = [draw(_levels(dtype, size)) for _ in range(draw(st.integers(1, 4)))]
@@ -263,8 +263,8 @@ def payloads(draw: st.DrawFn, codec: str, dtype: torch.dtype) -> tuple[Tensor, i
 
 @st.composite
 def _levels(draw: st.DrawFn, dtype: torch.dtype, size: int) -> bytes:
-    """Blocks of MinMaxUInt8 with any levels between any ends; the gaps hold anything, as nobody
-    reads them.
+    """MinMaxUInt8 payloads with arbitrary levels, minima, maxima and gaps; readers must ignore the
+    gaps.
     """
     kind = draw(st.sampled_from(["tame", "near", "epsilon", "bits", "edges", "edges"]))
     ends = bulk(dtype, kind, draw(seeds), 2, finite=True).sort().values
@@ -276,8 +276,8 @@ def _levels(draw: st.DrawFn, dtype: torch.dtype, size: int) -> bytes:
 
 
 def _scales_and_elements(codec: str, num_chunks: int, size: int, seed: int) -> Tensor:
-    """Return payloads of any bytes; scales and codes are often at the ends of their range, and the
-    float32 of OneBit and NVFP4 is any.
+    """Payloads of arbitrary bytes; scales and codes are often extreme, and the float32 of OneBit
+    and NVFP4 is arbitrary.
     """
     chosen = Numbers("payloads", str(seed))
     shape = [num_chunks, payload_size(codec, size)]

@@ -38,7 +38,7 @@ GRAPHS: tuple[str, ...] = tuple(_TABLE["graphs"])
 
 
 def all_cases(operations: str = "", of: str = "") -> Iterator[Case]:
-    """Yield every case, of operations that begin with this text, and of this dtype."""
+    """Yield every case whose operation begins with this text, of this dtype."""
 
     def listed(found: Any) -> Any:
         return _TABLE[found] if isinstance(found, str) else found
@@ -60,7 +60,7 @@ def all_cases(operations: str = "", of: str = "") -> Iterator[Case]:
 
 @cache
 def rows_of(suite: str, dtype: str) -> tuple[Case, ...]:
-    """Return a suite's cases for a dtype, which every run of a check walks."""
+    """Return a suite's fixed cases for a dtype, which every run of a check includes."""
     return tuple(all_cases(f"{suite}/", dtype))
 
 
@@ -101,7 +101,7 @@ def _cases(
 
 
 def _tensor(spec: Any, dtype: str, kind: str, given: dict[str, Any], numbers: Numbers) -> Tensor:
-    """Return an input.
+    """Return an input as a tensor.
 
     Args:
         spec: a list of a kind of numbers and of sizes, or an object with: ``kind``, ``shape`` and

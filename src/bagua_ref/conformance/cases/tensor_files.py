@@ -34,12 +34,12 @@ CODES: dict[torch.dtype, str] = {
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return ``"float32"`` for torch.float32."""
+    """Return the name of a dtype, such as ``"float32"`` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch's dtype of that name."""
+    """Return the torch dtype with this name."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -51,11 +51,11 @@ def bytes_of(x: Tensor) -> bytes:
 
 
 class DamagedFileError(ValueError):
-    """A file is not a safetensors file, or only part of one."""
+    """A file is not a safetensors file, or is truncated."""
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> bytes:
-    """Write tensors by name, and return the bytes written.
+    """Write tensors by name; return the number of bytes written.
 
     The widest elements come first, so that all lie at multiples of their size; equally wide ones
     are sorted by name.

@@ -1,5 +1,5 @@
-"""Worlds, weights, gradients and options of the trainings that are checked, and graphs for
-decentralized averaging (S13).
+"""Worlds, weights, gradients and options of the checked trainings, and graphs for decentralized
+averaging (S13).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ multi_rank_worlds = st.sampled_from([(2,), (1, 1), (2, 1), (3,), (2, 2)])
 
 
 def sized_worlds(dtype: torch.dtype) -> st.SearchStrategy[tuple[int, ...]]:
-    """Worlds; for 16 bits of at most 2 ranks, whose sums are the same in any order."""
+    """Worlds; for 16-bit dtypes at most 2 ranks, because their sums do not depend on the order."""
     few, more = [(2,), (1, 1), (1,)], [(2, 1), (3,), (1, 2, 1), (3, 3), (7,)]
     return st.sampled_from(few if dtype.itemsize == 2 else [*few, *more])
 
@@ -81,8 +81,8 @@ BOUNDARY = [
 
 
 def on_a_grid(seed: int, like: Tensor, limit: int, multiple: int = 1) -> Tensor:
-    """Return multiples of ``multiple``/4 up to ``limit * multiple`` like ``like``; sums of a few
-    are exact in any order.
+    """Return multiples of ``multiple``/4 up to ``limit * multiple`` with the shape and dtype of
+    ``like``; sums of a few are exact in any order.
     """
     drawn = np.random.default_rng([seed, 4]).integers(-limit, limit, like.numel(), endpoint=True)
     return (torch.from_numpy(drawn) * multiple / 4).to(like.dtype).view(like.shape)
@@ -91,7 +91,7 @@ def on_a_grid(seed: int, like: Tensor, limit: int, multiple: int = 1) -> Tensor:
 def grid_weights(
     draw: Draw, dtypes: list[torch.dtype], forms: Sequence[tuple[int, ...]] | None = None
 ) -> list[Tensor]:
-    """Weights that are multiples of 1/4 up to 8, of drawn shapes unless they are given."""
+    """Weights that are multiples of 1/4 up to 8; their shapes are drawn unless passed."""
     forms = [draw(_shapes) for _ in dtypes] if forms is None else forms
     seed = draw(seeds)
     like = [torch.empty(form, dtype=dtype) for dtype, form in zip(dtypes, forms, strict=True)]
@@ -108,12 +108,12 @@ def _laid_out(w: Tensor, seed: int) -> Tensor:
 
 
 def any_weights(draw: Draw, dtype: torch.dtype, most: int = 4, fewest: int = 1) -> list[Tensor]:
-    """Up to ``most`` parameters."""
+    """``fewest`` to ``most`` parameters of multiples of 1/4."""
     return grid_weights(draw, [dtype] * draw(st.integers(fewest, most)))
 
 
 def matrix_weights(draw: Draw, dtype: torch.dtype, most: int = 2) -> list[Tensor]:
-    """Up to ``most`` matrices, among other parameters."""
+    """1 to ``most`` matrices, among other parameters."""
     forms = [draw(matrices) for _ in range(draw(st.integers(1, most)))] + [
         draw(_others) for _ in range(draw(st.integers(0, 2)))
     ]
@@ -145,7 +145,7 @@ def any_gradients(
 
 
 def exact_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int) -> ByRank:
-    """Gradients whose sum and mean over ranks are exact in any order of operations."""
+    """Gradients whose sum and mean over ranks are exact in any summation order."""
     seed = draw(seeds)
     return _by_rank(
         like,
@@ -166,14 +166,14 @@ def _by_rank(
 
 
 def each_gradient(change: Callable[[Tensor], Tensor]) -> Callable[[ByRank], ByRank]:
-    """Return a function that changes every gradient by itself."""
+    """Return a function that applies ``change`` to every gradient."""
     return lambda gradients: [
         [{place: change(g) for place, g in given.items()} for given in rank] for rank in gradients
     ]
 
 
 def poisoned_at(draw: Draw, step: int) -> Callable[[ByRank], ByRank]:
-    """Return a function that makes one number of one rank's first gradient at a step NaN or
+    """Return a function that makes one element of one rank's first gradient at a step NaN or
     infinite.
     """
 
@@ -188,7 +188,7 @@ def poisoned_at(draw: Draw, step: int) -> Callable[[ByRank], ByRank]:
 
 
 def not_finite_in_places(draw: Draw) -> Callable[[ByRank], ByRank]:
-    """Return a function that makes one number of each gradient NaN or infinite on some ranks, so
+    """Return a function that makes one element of each gradient NaN or infinite on some ranks, so
     that infinities of both signs meet.
     """
     generator = np.random.default_rng(draw(seeds))
@@ -207,7 +207,9 @@ def not_finite_in_places(draw: Draw) -> Callable[[ByRank], ByRank]:
 
 
 def used_parts(draw: Draw, gradients: ByRank) -> ByRank:
-    """Leave out some parameters of each rank's steps, and some always."""
+    """Remove some parameters' gradients from each rank's steps, and some parameters' from all
+    steps.
+    """
     found = []
     for rank in gradients:
         places = st.sets(st.sampled_from(sorted(rank[0])), max_size=len(rank[0]) - 1)
@@ -223,8 +225,8 @@ def used_parts(draw: Draw, gradients: ByRank) -> ByRank:
 
 
 def of_rank(draw: Draw, like: Tensor, ranks: int, rank: int) -> list[Tensor]:
-    """Return a gradient for each rank, whose mean has at most this rank as a matrix, though each
-    one's is full.
+    """Return a gradient for each rank: each has full rank as a matrix, but their mean has at most
+    ``rank``.
     """
     shape, seed = (like.shape[0], like.numel() // like.shape[0]), draw(seeds)
     parts = [
@@ -263,7 +265,7 @@ momenta = st.sampled_from([0.0, 0.5])
 def outer_optimizer(
     settings: dict[str, Any] | None,
 ) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
-    """Return what makes the outer optimizer of a fragment (S9.2)."""
+    """Return the factory of a fragment's outer optimizer (S9.2)."""
     options = dict(settings or {"class": "SGD", "lr": 0.7, "momentum": 0.9, "nesterov": True})
     name = options.pop("class")
     return lambda tensors: getattr(torch.optim, name)(tensors, **options)
@@ -273,7 +275,7 @@ def outer_optimizer(
 def given_fragments(
     draw: st.DrawFn, parameters: int, fewest: int = 1, most: int = 4
 ) -> list[list[int]]:
-    """Lists of places in which each of the parameters stands once, in any order."""
+    """Lists of parameter indices, together a permutation of all."""
     count, generator = (
         draw(st.integers(fewest, min(most, parameters))),
         np.random.default_rng(draw(seeds)),
@@ -294,8 +296,8 @@ def schedules(
     fewest: int = 1,
     most: int = 4,
 ) -> dict[str, Any]:
-    """Options of diloco that say when which fragments of so many parameters are sent and
-    applied.
+    """Options of diloco for a number of parameters: the fragments and the steps at which each is
+    sent and applied.
     """
     count: int = draw(st.integers(min(fewest, parameters), min(most, parameters)))
     fragments: int | list[list[int]] = count
@@ -311,7 +313,7 @@ Graph = list[list[tuple[int, float]]]
 
 
 def worlds_of(between: bool, sizes: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
-    """Ranks per node, for as many ranks (``between``: leaders) as ``sizes`` draws."""
+    """Ranks per node; ``sizes`` draws the total number of ranks (``between``: of leaders)."""
 
     def nodes(n: int) -> st.SearchStrategy[tuple[int, ...]]:
         if between:
@@ -322,15 +324,15 @@ def worlds_of(between: bool, sizes: st.SearchStrategy[int]) -> st.SearchStrategy
 
 
 def sizes_of(name: str, largest: int, smallest: int = 1) -> st.SearchStrategy[int]:
-    """Numbers of ranks that a mode takes."""
+    """Numbers of ranks that a mode supports."""
     return st.sampled_from(
         [n for n in range(smallest, largest + 1) if name != "hypercube" or n & (n - 1) == 0]
     )
 
 
 def doubly_stochastic(n: int, seed: int) -> Graph:
-    """Return a mixture of a few permutations (Birkhoff), in which each rank has its sources in an
-    order of its own.
+    """Return a doubly stochastic graph, the mixture of a few permutations (Birkhoff); the order of
+    sources differs between ranks.
     """
     generator = np.random.default_rng([seed, 13])
     permutations = [generator.permutation(n) for _ in range(generator.integers(1, 4))]
@@ -356,7 +358,7 @@ def doubly_stochastic(n: int, seed: int) -> Graph:
 def graph_cases(
     draw: st.DrawFn, largest: int, changing: bool = False
 ) -> tuple[str | list[Graph], tuple[int, ...], bool]:
-    """A mode or graphs in a cycle, a world that it takes, and whether to average between leaders.
+    """A mode or a cycle of graphs, a world that it supports, and whether leaders average.
 
     Args:
         draw: Hypothesis's.
@@ -377,7 +379,7 @@ def graph_cases(
 
 
 def flawed(n: int, a: int) -> list[Graph]:
-    """Return graphs of n ranks that are doubly stochastic but for one flaw, at rank a."""
+    """Return graphs of n ranks that would be doubly stochastic without one flaw at rank a."""
     b = (a + 1) % n
     rows = [[(rank, 1.0)] for rank in range(n)]
     flaws: list[dict[int, list[tuple[int, float]]]] = [

@@ -44,7 +44,7 @@ Given = dict[str, Any]
 
 
 def prepare() -> None:
-    """Import what torch imports with the first optimizer, a second's worth."""
+    """Import the modules that torch imports with the first optimizer, which takes a second."""
     torch.optim.SGD([torch.zeros(1)], lr=1.0)
 
 
@@ -290,8 +290,8 @@ def follow_qadam(
         True, training.leaders()
     ),
 ) -> None:
-    """Take steps and expect qadam's weights; ``exchange_of`` returns that of a bucket's momenta, by
-    default S5.2's.
+    """Take steps and expect qadam's weights; ``exchange_of`` returns the exchange of a bucket's
+    momenta, by default that of S5.2.
     """
     groups, warmup_steps = training.options["groups"], training.options["warmup_steps"]
     exchanges = [(bucket, exchange_of(training)) for bucket in training.layout()]
@@ -310,13 +310,13 @@ QADAM = TrainedAlgorithm("qadam", _options_of_qadam, follow_qadam, kinds=any_kin
 
 @trains(QADAM, "S5.5.steps", 0.25, COMPRESSIBLE)
 def steps_of_qadam(lab: Lab) -> Given:
-    """Steps are Adam's up to warmup_steps; later ones use momenta in bytes, bit for bit, and move
-    nothing whose frozen v is 0.
+    """Steps are Adam's up to warmup_steps; later ones use momenta in bytes, bit for bit, and do not
+    move weights whose frozen v is 0.
     """
     some, warmup_steps = lab.choice([None, 1, 2, 3]), lab.integer(2, 5)
 
     def zero(gradients: Any) -> Any:
-        """Let v of some elements stay 0; later gradients make m of it."""
+        """Zero some elements during the warm-up: their v stays 0, and only m changes later."""
         for g in (g for rank in gradients for given in rank[:warmup_steps] for g in given.values()):
             if some is not None:
                 g.view(-1)[::some] = 0

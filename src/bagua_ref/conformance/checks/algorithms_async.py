@@ -1,4 +1,6 @@
-"""Asynchronous averaging: properties that hold whenever its rounds happen (S3.6, S5.6)."""
+"""Asynchronous averaging: properties that hold regardless of the timing of its rounds (S3.6,
+S5.6).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def _train(
     warmup_steps: int,
     interval: float = _INTERVAL_MS,
 ) -> tuple[Training, Programs]:
-    """Train with actions of these kinds, by rank; compare the weights that do not depend on the
+    """Train with actions of these kinds, by rank; check the weights that do not depend on the
     timing of rounds.
 
     Weights are equal on all ranks, and gradients are quarters: sums are exact in any order.
@@ -101,8 +103,8 @@ def _steps(program: list[Action]) -> list[Any]:
 def _expect_nothing_lost(
     training: Training, programs: Programs, places: list[int], agree: bool
 ) -> None:
-    """Expect that the mean over ranks follows the mean of all steps; if ``agree``, that every rank
-    does.
+    """Expect the mean weights over ranks to follow the mean of all steps; with ``agree``, every
+    rank's weights.
 
     Args:
         training: results of the programs.
@@ -129,7 +131,7 @@ def _expect_nothing_lost(
 @check("algorithms.S5.6.warmup", needs=_NEEDS, effort=0.5)
 def warmup(lab: Lab) -> None:
     """The first warmup_steps steps apply the mean gradient, later ones each rank's own; without
-    rounds nothing else happens.
+    rounds nothing else changes the weights.
     """
     nodes, warmup_steps = lab.draw(worlds(4)), lab.integer(0, 3)
     interval = lab.choice([0, _INTERVAL_MS])
@@ -160,8 +162,8 @@ def nothing_lost(lab: Lab) -> None:
 
 
 def _expect_of_actions(lab: Lab, kinds: list[str], warmup_steps: int, agree: bool) -> None:
-    """Let all ranks run the same actions with their own gradients and pace, then abort, wait, and
-    take a step.
+    """Run the same actions on all ranks, each with its own gradients and pace; then abort, wait,
+    and take a step.
     """
     nodes = lab.draw(worlds(3))
     every = [[*kinds, "abort", "sleep", "step", "abort"]] * sum(nodes)

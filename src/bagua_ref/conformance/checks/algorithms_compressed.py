@@ -1,4 +1,4 @@
-"""Error memory of bytegrad and qadam, round by round (S11.1), and top-k, bit for bit (S11.2)."""
+"""Error feedback of bytegrad and qadam, round by round (S11.1), and top-k, bit for bit (S11.2)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ _EXACT = ("MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "NVFP4")
 
 
 def _codec(lab: Lab, *preferred: str) -> st.SearchStrategy[str]:
-    """The preferred codecs that the target has, else all whose payloads are known to the bit.
+    """Draw one of the preferred codecs that the target has, else one with payloads specified bit by
+    bit.
 
     It has the codecs of its kernels, or those that its own algorithms say that they have in
     ``codecs``.
@@ -97,16 +98,16 @@ _BYTEGRAD = TrainedAlgorithm(
 
 @trains(_BYTEGRAD, "S11.1.rounds", 0.3, COMPRESSIBLE)
 def rounds(lab: Lab) -> Given:
-    """What compression has left out of a rank's gradients, and out of its chunk of the result, is
-    added in the next round.
+    """The compression errors of a rank's gradients, and of its chunk of the result, are added in
+    the next round.
     """
     return {"compression": _codec(lab)}
 
 
 @trains(_BYTEGRAD, "S11.1.padding", 0.4)
 def padding(lab: Lab) -> Given:
-    """Padding is data to the codec, but nothing is remembered of it: neither what a rank sends nor
-    of the result.
+    """Padding is data to the codec, but its error is not remembered: neither that of sent chunks
+    nor that of the result.
     """
     nodes = lab.choice([(2,), (3,), (5,), (2, 1)])
     size = lab.draw(st.integers(1, 12).filter(lambda size: size % sum(nodes) != 0))
@@ -121,8 +122,8 @@ def padding(lab: Lab) -> Given:
 
 @trains(_BYTEGRAD, "S11.1.not_finite", 0.2, COMPRESSIBLE)
 def not_finite(lab: Lab) -> Given:
-    """Where a result is NaN, memories of every rank stay as they were before the round; elsewhere
-    they are replaced.
+    """Where a result is NaN, error memories of every rank stay as they were before the round;
+    elsewhere they are replaced.
     """
     return {
         "shapes": [(13,)],
@@ -158,7 +159,7 @@ _QADAM = replace(QADAM, follow=partial(follow_qadam, exchange_of=_with_memory))
 
 @trains(_QADAM, "S11.1.momenta", 0.2)
 def momenta(lab: Lab) -> Given:
-    """After qadam's warm-up, what compression has left out of momenta is added to the next ones."""
+    """After qadam's warm-up, the compression error of momenta is added to the next momenta."""
     return {
         "nodes": worlds(4),
         "compression": _codec(lab),
@@ -171,7 +172,7 @@ def momenta(lab: Lab) -> Given:
 
 
 def _layout(training: Training) -> list[list[int]]:
-    """Return the places of the parameters in each bucket that has elements."""
+    """Return the parameter indices of each non-empty bucket."""
     return [
         bucket
         for bucket in training.layout()
@@ -234,7 +235,7 @@ trains(TOPK, "S11.2.huge", 0.3, COMPRESSIBLE)(
 
 @trains(TOPK, "S11.2.count", 0.7)
 def count(lab: Lab) -> Given:
-    """Of each bucket of m elements max(1, ceil(ratio * m)) are sent, the product in float64;
+    """Each bucket of m elements sends max(1, ceil(ratio * m)) of them, the product in float64;
     padding does not count.
     """
     ratios = st.sampled_from([0.07, 0.14, 0.28, 0.29, 0.55, 0.57, 0.01, 1e-9, 1.0])
@@ -248,7 +249,7 @@ def count(lab: Lab) -> Given:
 
 
 def ties(lab: Lab) -> Given:
-    """Return a training whose gradients have few absolute values."""
+    """Return a training whose gradients have only a few distinct absolute values."""
     generator = np.random.default_rng(lab.seed())
 
     def signs(g: Tensor) -> Tensor:
@@ -286,8 +287,8 @@ def nans(lab: Lab) -> Given:
 
 @trains(TOPK, "S11.2.many", 0.15)
 def many(lab: Lab) -> Given:
-    """Of many elements, too, exactly the largest are sent, however they are spread, and of equal
-    ones those of lower index.
+    """Exactly the largest elements are sent also from large buckets, however they are distributed;
+    of equal ones, those of lower index.
     """
     m, seed = lab.choice([5000, 2**15 + 3, 2**17 + 3]), lab.seed()
     levels = lab.choice([3, 1000, 2**20])

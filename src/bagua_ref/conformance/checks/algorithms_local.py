@@ -47,9 +47,7 @@ _WIDE = ("float32", "float64")
 
 
 def _follow_local_sgd(training: Training, **changed: Any) -> None:
-    """Expect the weights of local_sgd, with the options of the training but for those that are
-    changed.
-    """
+    """Expect the weights of local_sgd; ``changed`` overrides options of the training."""
     names = ("period", "warmup_steps", "offset", "hierarchical", "momentum")
     options = {name: training.options[name] for name in names if name in training.options}
     given = [training.gradients(step) for step in range(training.steps)]
@@ -116,7 +114,7 @@ def _options_of_diloco(draw: Draw, weights: list[Tensor], **limits: Any) -> Give
 
 
 def fragments_of(training: Training) -> list[list[int]]:
-    """Return the places of the parameters in each fragment."""
+    """Return the parameter indices of each fragment."""
     fragments = training.options["fragments"]
     if isinstance(fragments, int):
         return plain.places_of([w.nbytes for w in training.weights], fragments)
@@ -130,7 +128,7 @@ def _follow_diloco(training: Training) -> None:
 
 
 def follow_model(training: Training, make: Callable[..., plain.DiLoCo], outer: plain.Outer) -> Any:
-    """Expect the weights of the model of all ranks that ``make`` returns, which is returned."""
+    """Compare the training with the model of all ranks that ``make`` returns; return the model."""
     options, dtypes = training.options, training.dtypes
     named = {name: options[name] for name in ("period", "delay", "mix", "warmup_steps", "momentum")}
     fragments = fragments_of(training)
@@ -153,7 +151,7 @@ def follow_model(training: Training, make: Callable[..., plain.DiLoCo], outer: p
 
 
 def steps_of_fragments(options: Given) -> st.SearchStrategy[int]:
-    """Numbers of steps in which each fragment is applied."""
+    """Numbers of steps of a training that applies each fragment."""
     period = options["warmup_steps"] + options["period"]
     return st.integers(period + 1, period + 4)
 
@@ -195,7 +193,9 @@ trains(DILOCO, "S9.2.inner_optimizer", 0.3)(
 
 
 def _apart(weights: list[Tensor], fragments: int | list[list[int]], count: int) -> Given:
-    """Let each step apply the next fragment, so that weights show which parameters it has."""
+    """Return a training that applies another fragment at each step, so that weights show the
+    parameters of each.
+    """
     return {
         "nodes": st.sampled_from([(2,), (1, 1)]),
         "weights": weights,
@@ -208,7 +208,7 @@ def _apart(weights: list[Tensor], fragments: int | list[list[int]], count: int) 
 
 @trains(DILOCO, "S9.3.fragments", 1.0)
 def fragments(lab: Lab) -> Given:
-    """A number of fragments cuts the parameters, in their order, where their middles lie by bytes,
+    """A number of fragments splits the parameters, in order, by the position of their middle byte,
     and leaves none empty.
     """
     generator = np.random.default_rng(lab.seed())
@@ -246,8 +246,8 @@ trains(DILOCO, "S9.3.own_optimizers", 0.5)(
 
 @trains(DILOCO, "S9.4.schedule", 0.25, FLOATS)
 def schedule(lab: Lab) -> Given:
-    """Each fragment is sent and, after the delay, applied at its steps of the period: the weights
-    of the send, not of the apply.
+    """Each fragment is sent and, after the delay, applied at its steps of the period, with the
+    weights of the time of sending.
     """
     return {
         "nodes": sized_worlds(lab.dtype),
@@ -274,8 +274,8 @@ trains(DILOCO, "S9.4.mix", 1.0, FLOATS)(
 
 @trains(DILOCO, "S9.5.one_byte", 0.7)
 def one_byte(lab: Lab) -> Given:
-    """Compressed, a fragment's differences are one float32 tensor in the order of its names, padded
-    with zeros, bit for bit.
+    """A fragment's differences are compressed as one float32 tensor, in the order of its names,
+    padded with zeros, bit for bit.
     """
     names, count = st.sampled_from(lab.dtypes(COMPRESSIBLE)), lab.integer(1, 4)
     lab.dtypes(("float32",))
@@ -283,8 +283,8 @@ def one_byte(lab: Lab) -> Given:
     lists, gap = lab.draw(given_fragments(count, most=2)), lab.integer(1, 2)
 
     def apart(gradients: ByRank) -> ByRank:
-        """Move most differences far from zero and from each other, so that it matters what shares a
-        chunk.
+        """Make most differences large and distinct, so that the assignment of parameters to chunks
+        affects the result.
         """
         for given in (given for rank in gradients for given in rank):
             for place in range(count):
@@ -308,7 +308,7 @@ def one_byte(lab: Lab) -> Given:
 
 
 def refuse(algorithm: TrainedAlgorithm, lab: Lab, compression: str | None) -> None:
-    """Let differences of one rank overflow, and then come back."""
+    """Make differences of one rank overflow, and later become finite again."""
     nodes = lab.choice([(1,), (1,), (2,), (1, 1), (3,)])
     n, count = sum(nodes), lab.integer(1, 2)
     culprit, victim, huge = lab.integer(0, n - 1), lab.integer(0, count - 1), 2.0**127

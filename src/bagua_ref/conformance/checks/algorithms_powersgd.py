@@ -1,5 +1,5 @@
-"""PowerSGD, round by round, compared with plain rounds from the target's own memories and factors
-(S10).
+"""PowerSGD, round by round, compared with plain rounds from the target's own error memories and
+factors (S10).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ them (`is_tame`).
 
 
 def _rank_of(training: Training, place: int) -> int:
-    """Return r, 0 where a gradient is not compressed."""
+    """Return the compression rank r of a parameter, 0 if it is not compressed."""
     options, shape = training.options, tuple(training.weights[place].shape)
     return plain.compressed_rank(
         shape, options["matrix_approximation_rank"], options["min_compression_rate"]
@@ -59,7 +59,7 @@ def _matrices(training: Training, step: int, place: int) -> list[Any]:
 
 
 def memories_of(training: Training, step: int, place: int) -> list[Tensor]:
-    """Return every rank's memory of a parameter after a step, zero where there is none."""
+    """Return every rank's error memory of a parameter after a step, zeros if there is none."""
     known = range(training.n) if step >= training.options.get("warmup_steps", 0) else ()
     found = [training.seen("memories", rank, step, place) for rank in known]
     zero = torch.zeros_like(training.tensors(0, place)[0])
@@ -67,8 +67,8 @@ def memories_of(training: Training, step: int, place: int) -> list[Tensor]:
 
 
 def _start(training: Training, step: int, place: int) -> tuple[Any, Given, Any]:
-    """Return Q as the last round left it (None: there is none), what N is drawn from, and the
-    columns that begin the round.
+    """Return Q after the last round (None: there is none), the seed arguments of N, and the columns
+    at the start of the round.
     """
     k, like = step - training.options["warmup_steps"], _matrices(training, step, place)[0]
     q = None if k == 0 else training.seen("factors", 0, step - 1, place)
@@ -84,21 +84,21 @@ def _start(training: Training, step: int, place: int) -> tuple[Any, Given, Any]:
 
 
 def same_on_all_ranks(training: Training, action: str, step: int, place: int) -> None:
-    """Compare the averaged gradients, or the factors, of all ranks, bit for bit."""
+    """Expect identical averaged gradients, or factors, on all ranks, bit for bit."""
     first = training.seen(action, 0, step, place)
     if first is not None:
         training.expect_seen(action, step, place, first, why="compared with rank 0")
 
 
 def _judge_mean(training: Training, step: int, place: int, exact: bool = False) -> None:
-    """Expect the mean."""
+    """Expect the plain mean of the gradients."""
     want, tolerance = training.mean(step, place), EXACT if exact else SUM(training.n + 1)
     size = torch.stack(training.tensors(step, place)).double().abs().mean(0)
     training.expect_seen("step", step, place, want, tolerance, size)
 
 
 def judge_round(training: Training, step: int, place: int, exact: bool = False) -> None:
-    """Compare a round of one parameter with a plain one from equal e and Q."""
+    """Compare a round of one parameter with a plain round that starts from the same e and Q."""
     r, w, options = _rank_of(training, place), training.weights[place], training.options
     see = partial(training.expect_seen, step=step, place=place)
     if r == 0:
@@ -140,8 +140,8 @@ def judge_round(training: Training, step: int, place: int, exact: bool = False) 
 
 
 def conserves(training: Training, step: int, place: int) -> None:
-    """Expect that what is applied and the mean of the new memories is the mean of the gradients and
-    the old ones.
+    """Expect the applied gradient plus the mean of the new error memories to equal the mean of
+    gradients plus old memories.
     """
     w, n, given = training.weights[place], training.n, training.tensors(step, place)
     before, after = (memories_of(training, number, place) for number in (step - 1, step))
@@ -165,7 +165,7 @@ def _follow(training: Training) -> None:
 
 
 def judge(training: Training, exact: bool = False) -> None:
-    """Compare every step."""
+    """Compare every step with a plain round."""
     for step, place in itertools.product(range(training.steps), range(len(training.weights))):
         warms_up = step < training.options["warmup_steps"]
         (_judge_mean if warms_up else judge_round)(training, step, place, exact)
@@ -217,8 +217,8 @@ trains(POWERSGD, "S10.2.rounds", 0.4, FLOATS)(
 
 
 def _judge_as_mean(training: Training, ranks_of_steps: Sequence[int]) -> None:
-    """Expect the mean of every step up to rounding, given each one's rank, unless rounding decides
-    the span of Q.
+    """Expect the exact mean at each step up to rounding; skip steps in which rounding decides the
+    span of Q.
     """
     for step, rank in enumerate(ranks_of_steps):
         given, (_, _, columns) = _matrices(training, step, 0), _start(training, step, 0)
@@ -231,7 +231,7 @@ def _judge_as_mean(training: Training, ranks_of_steps: Sequence[int]) -> None:
 def _products(
     shape: tuple[int, int], ranks_of_steps: Sequence[int], seed: int
 ) -> Callable[[ByRank], ByRank]:
-    """Return a function that replaces the gradients by those of these ranks, one for each step;
+    """Return a function that replaces the gradients by matrices of a given rank for each step;
     those of rank i of the world are 1 + i times as large as the first one's.
     """
 
@@ -250,8 +250,8 @@ def _products(
 
 @trains(POWERSGD, "S10.2.dead_columns", 1.0)
 def dead_columns(lab: Lab) -> Given:
-    """A gradient of zero gives zero, never NaN; columns of Q that became 0 are replaced, and later
-    gradients come through.
+    """A gradient of zero gives zero, never NaN; columns of Q that became 0 are replaced, so that
+    later gradients are transmitted.
     """
     shape, r = lab.choice([(6, 5), (4, 8), (9, 6)]), lab.choice([1, 2, 3, 3])
     sequences = [(0, 1, 0, 1), (1, 0, 0, 1), (1, r, 1, r), (0, 0, r), (1, 1, 0, r)]
@@ -292,8 +292,8 @@ trains(POWERSGD, "S10.2.zero_gradients", 0.3)(
 
 @trains(POWERSGD, "S10.3.dependent_columns", 0.5)
 def dependent_columns(lab: Lab) -> Given:
-    """What rounding leaves of a dependent column is no direction: gradients of a lower rank than r
-    are averaged exactly.
+    """Rounding errors of a dependent column are not used as a direction: gradients of a lower rank
+    than r are averaged exactly.
     """
     shape, rank = lab.choice([(24, 16), (12, 9), (9, 30)]), lab.integer(1, 2)
     product = _products(shape, [rank], lab.seed())
@@ -308,8 +308,8 @@ def dependent_columns(lab: Lab) -> Given:
 
 @trains(POWERSGD, "S10.3.small_columns", 0.2)
 def small_columns(lab: Lab) -> Given:
-    """A column is compared with its own norm, not with another's: one that is 1e-7 as long is a
-    direction, too.
+    """A column is compared with its own norm, not with another's: one that is 1e-7 times as long is
+    a direction, too.
     """
     matrix = torch.zeros(*lab.choice([(6, 5), (5, 8)]), dtype=torch.float64)
     matrix[0, 0], matrix[1, 1] = 1.0, lab.choice([1e-7, 2.0**-26, 1e-9])
@@ -331,14 +331,16 @@ def small_columns(lab: Lab) -> Given:
 
 @trains(POWERSGD, "S10.3.scales", 0.4, ("float32", "float64"))
 def scales(lab: Lab) -> Given:
-    """Columns are compared with their own size: gradients of any magnitude are compressed alike."""
+    """Columns are compared with their own size: compression does not depend on the magnitude of
+    gradients.
+    """
     powers = [-45, -30, 40, 50] if lab.dtype is torch.float32 else [-300, -100, 100, 300]
     factor = 2.0 ** lab.choice(powers)
     return {"kinds": ("tame",), "change": each_gradient(lambda g: g * factor)}
 
 
 def expect_refused(training: Training, step: int, place: int) -> None:
-    """Expect NaN, and that nothing else has changed."""
+    """Expect NaN, and unchanged error memories and factors."""
     w, r = training.weights[place], _rank_of(training, place)
     training.expect_seen("step", step, place, torch.full_like(w, torch.nan))
     for action, like in (("memories", w), ("factors", torch.zeros(w.numel() // w.shape[0], r))):
@@ -354,8 +356,8 @@ def expect_refused(training: Training, step: int, place: int) -> None:
 
 @trains(POWERSGD, "S10.4.not_finite", 0.6)
 def not_finite(lab: Lab) -> Given:
-    """A gradient that is not finite on one rank becomes NaN on every rank, and its memories and its
-    factor stay; others go on.
+    """A gradient that is not finite on one rank becomes NaN on every rank, and its error memories
+    and factor stay; other parameters are unaffected.
     """
     others, bad_step = matrix_weights(lab.draw, lab.dtype), lab.integer(0, 2)
 
@@ -423,8 +425,8 @@ def _judge_messages(training: Training) -> None:
 
 @trains(POWERSGD, "S10.5.messages", 0.3)
 def messages(lab: Lab) -> Given:
-    """Each bucket sends one all-reduce for all P and what is not compressed, and one for all Q, of
-    exactly their elements.
+    """Each bucket sends two all-reduces, of exactly their elements: one for all P and uncompressed
+    gradients, and one for all Q.
     """
     weights = matrix_weights(lab.draw, lab.dtype, 3)
     weights.insert(lab.integer(0, len(weights)), torch.zeros(7))

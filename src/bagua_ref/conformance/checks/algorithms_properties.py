@@ -1,5 +1,5 @@
-"""Properties that algorithms share: each is one function, and a table says which algorithm has it
-by which clause.
+"""Properties shared by several algorithms: one function each, and a table of algorithms and
+clauses.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SOME_WARM_UP = {"warmup_steps": st.integers(0, 2)}
 
 
 def _one_of(lab: Lab, algorithms: tuple[TrainedAlgorithm, ...]) -> TrainedAlgorithm:
-    """Draw one of the algorithms that the target has."""
+    """Draw one of these algorithms that the target provides."""
     own = lab.target.parts.get("algorithms")
     found: TrainedAlgorithm = lab.choice(
         [row for row in algorithms if own is None or hasattr(own, row.method)]
@@ -132,8 +132,8 @@ trains(DEMO, "S15.6.warmup", 0.2)(_WARM_UP, f"{_IN_WARM_UP}, and M stays 0.")
 
 
 def restart(algorithm: TrainedAlgorithm, lab: Lab, **given: Any) -> None:
-    """Save weights and states somewhere in a training, and continue with a new one that has loaded
-    them.
+    """Save weights and states at some step of a training; load them into a new training and
+    continue.
     """
 
     def before(steps: int) -> dict[int, str]:
@@ -204,7 +204,7 @@ trains(DEMO, "S15.6.new_buckets", 0.2)(_NEW_BUCKETS, "Memories outlive new bucke
 
 
 def unused_parameters(algorithm: TrainedAlgorithm, lab: Lab, **given: Any) -> None:
-    """Train with gradients of which each rank lacks some."""
+    """Train with gradients that are missing for some parameters of each rank."""
     weights = algorithm.weights(lab.draw, lab.dtype) + any_weights(lab.draw, lab.dtype, 2)
     given = {"nodes": multi_rank_worlds, "weights": weights, **given}
     algorithm.train(lab, **given, change=partial(used_parts, lab.draw))
@@ -234,7 +234,7 @@ for _algorithm, _clause in ((POWERSGD, "S10.2"), (TOPK, "S11.2"), (DEMO, "S15.6"
 
 
 def _poisoned(lab: Lab, **given: Any) -> Given:
-    """Return a training with gradients some of which are NaN or infinite."""
+    """Return a training in which some gradients are NaN or infinite."""
     generator = np.random.default_rng(lab.seed())
 
     def poisoned(gradients: ByRank) -> ByRank:
@@ -294,8 +294,8 @@ trains(DEMO, "S15.6.conservation", 0.2)(
 
 
 def _same_globals(training: Training) -> None:
-    """Compare the global weights after every step, and the weights of each fragment that has just
-    been applied, of all ranks.
+    """Expect equal weights on all ranks: the global weights after every step, and those of each
+    fragment just applied.
     """
     fragments = fragments_of(training)
     gap = training.options["period"] // len(fragments)

@@ -68,7 +68,7 @@ def _options_of_sparseloco(draw: Draw, weights: list[Tensor], **limits: Any) -> 
 
 
 def _follow_sparseloco(training: Training) -> SparseDiLoCo:
-    """Take the steps of a training as S15.5 says; return the model of all ranks."""
+    """Compare a training with the model of S15.5; return the model of all ranks."""
     options, weights = training.options, training.weights
     training.exact = training.exact or not options["warmup_steps"]
     named = {name: options[name] for name in ("top_k", "chunk", "mean", "compression")}
@@ -167,7 +167,7 @@ def _round(training: Training, step: int, place: int, errors: list[Array], **oth
 
 
 def _shaped(training: Training, place: int, found: Array) -> Tensor:
-    """Return row-major numbers as a gradient of a parameter."""
+    """Return an array of row-major numbers as a tensor with a parameter's shape and dtype."""
     w = training.weights[place]
     return torch.from_numpy(stored(found, training.dtypes[place]).copy()).view(w.shape).to(w.dtype)
 
@@ -258,7 +258,7 @@ def _judge_cosine(training: Training) -> None:
 
 
 def _is_clear(y: Array, cells: Array, k: int) -> bool:
-    """Return whether rounding does not decide which k elements of a chunk are the largest."""
+    """Return whether the k largest elements of each chunk are unambiguous despite rounding."""
     if k >= cells.shape[1]:
         return True
     largest = np.sort(np.abs(y[cells]), axis=1)[:, ::-1]

@@ -59,7 +59,7 @@ def for_each(
     effort: float = 1.0,
     walk: Callable[..., None] | None = None,
 ) -> Callable[[Property], Property]:
-    """Return a decorator that enters a property of codecs into the table, once for each.
+    """Return a decorator that registers a property once for each codec.
 
     Args:
         name: of the check, to which the codec's is added.
@@ -118,7 +118,7 @@ def _filled(size: int, value: int) -> Tensor:
 
 
 def _expected(lab: Lab, codec: str, x: Tensor, num_chunks: int, **options: Any) -> Tensor:
-    """Return the expected payload; options are those of a case."""
+    """Return the expected payload; ``options`` are parameters of a case."""
     given = {"codec": codec, "num_chunks": num_chunks, **options}
     return answer("codecs/compress", lab.dtype_name, {"x": x}, given)["payload"]
 
@@ -126,8 +126,8 @@ def _expected(lab: Lab, codec: str, x: Tensor, num_chunks: int, **options: Any) 
 def _compare_payload(
     lab: Lab, codec: str, call: KernelCall, name: str, wanted: Tensor, num_chunks: int
 ) -> None:
-    """Compare a payload, and name the field that differs; a scale of OneBit may differ by 1 ulp, as
-    the sum's order is free.
+    """Compare a payload; messages name the differing field. A scale of OneBit may differ by 1 ulp,
+    as the order of its sum is not specified.
     """
     actual, field = call.results[name], ""
     if isinstance(actual, Tensor) and (actual.dtype, actual.shape) == (torch.uint8, wanted.shape):
@@ -149,8 +149,8 @@ def _compare_payload(
 
 
 def _check_payload(lab: Lab, codec: str, x: Tensor, num_chunks: int, **out: Tensor) -> Tensor:
-    """Compare a payload; show a failure on as few elements of a chunk as it takes, if one of that
-    alone fails, too. Return the expected payload.
+    """Compare a payload, and return the expected one; on failure, report the smallest part of a
+    chunk that also fails alone.
     """
     wanted = _expected(lab, codec, x, num_chunks)
     call = _compress(lab, codec, x, num_chunks, **out)
@@ -173,7 +173,9 @@ def _check_payload(lab: Lab, codec: str, x: Tensor, num_chunks: int, **out: Tens
 
 
 def _check_values(lab: Lab, codec: str, payload: Tensor, num_chunks: int, size: int) -> None:
-    """Compare the numbers of a payload; show a failure on one chunk, if that fails, too."""
+    """Compare the decompressed values of a payload; on failure, report a single chunk if it also
+    fails alone.
+    """
     count = size * num_chunks
     given = {"codec": codec, "num_chunks": num_chunks, "num_elements": count}
     wanted = answer("codecs/decompress", lab.dtype_name, {"payload": payload}, given)["x"]
@@ -189,7 +191,7 @@ def _check_values(lab: Lab, codec: str, payload: Tensor, num_chunks: int, size: 
 
 
 def _rows(lab: Lab, codec: str, verb: str) -> list[Case]:
-    """Return a codec's rows of the case table."""
+    """Return a codec's fixed cases from the case table."""
     cases = [case for case in rows_of("codecs", lab.dtype_name) if case.operation.endswith(verb)]
     return [case for case in cases if case.parameters["codec"] == codec]
 
@@ -271,7 +273,7 @@ def fresh(lab: Lab) -> None:
 
 @for_each("round_trip", effort=0.3, minmax=("S4.3.round_trip", 1))
 def round_trip(lab: Lab, codec: str) -> None:
-    """a compressed tensor decompresses to the specified values."""
+    """A payload is not changed by later calls: its buffer is not reused."""
     x, num_chunks = lab.draw(chunked(lab.dtype))
     encoded = _expected(lab, codec, x, num_chunks)
     _check_values(lab, codec, encoded, num_chunks, x.numel() // num_chunks)
@@ -285,7 +287,9 @@ def any_bytes(lab: Lab, codec: str) -> None:
 
 @for_each("poison", clause="S12.3", effort=0.5, minmax=("S4.4.poison", 1))
 def poison(lab: Lab, codec: str) -> None:
-    """a chunk (MX formats: a block) with a value that is not finite decodes to NaN, and no other does."""
+    """a chunk (MX formats: a block) with a value that is not finite decodes to NaN, and no other
+    does.
+    """
     x, num_chunks = lab.draw(chunked(lab.dtype))
     x = x.nan_to_num(1.0, 2.0, -2.0)
     size = x.numel() // num_chunks
@@ -335,8 +339,8 @@ def halfway(lab: Lab) -> None:
 
 
 def _check_bound(lab: Lab, codec: str, x: Tensor) -> None:
-    """Compare the errors of a round trip with the codec's bound, or the values with NaN if the
-    chunk is poisoned.
+    """Compare the errors of a round trip with the codec's bound; expect NaN from poisoned
+    chunks.
     """
     compressed = _compress(lab, codec, x, 1)
     call = _decompress(lab, codec, compressed.results["result"], 1, x.numel())
@@ -366,8 +370,8 @@ def _check_bound(lab: Lab, codec: str, x: Tensor) -> None:
 
 @for_each("target_chunk", effort=0.2, minmax=("S4.5.target_chunk", 1))
 def target_chunk(lab: Lab, codec: str) -> None:
-    """with a target chunk, only its payload is written; the others do not change, and are zeros in
-    a new one.
+    """with a target chunk, only its payload is written; other chunks of ``out`` are unchanged, and
+    zeros in a new payload.
     """
     x, num_chunks = lab.draw(chunked(lab.dtype))
     target = lab.integer(0, num_chunks - 1)
@@ -438,8 +442,8 @@ def _check_long(lab: Lab, codec: str, size: int) -> None:
 
 
 def _long_blocks(lab: Lab, codec: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a chunk's payload and values. Those of a block depend on its numbers and on the ends
-    of the chunk, which a block in front of it has; few blocks differ.
+    """Return a chunk's expected payload and values, computing each distinct block once, behind a
+    block with the chunk's minimum and maximum.
     """
     form = FORMATS.get(codec) or Elements(0, 8, (), header=HEADER)
     header, scales = form.header, int(codec in FORMATS)
@@ -464,8 +468,8 @@ def _long_blocks(lab: Lab, codec: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _long_signs(lab: Lab, codec: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a chunk's payload, and its values with the target's scale, which may differ by 1
-    ulp.
+    """Return a chunk's expected payload, and its values computed with the target's scale, which may
+    differ by 1 ulp.
     """
     bits = np.packbits((x >= 0).numpy()).tobytes()
     scale = x.double().square().mean().sqrt().float().view(1).view(torch.uint8)

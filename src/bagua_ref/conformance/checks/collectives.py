@@ -50,12 +50,12 @@ def _drawn(lab: Lab, names: Sequence[str] = MOVABLE) -> tuple[tuple[int, ...], t
 
 
 def _reductions(names: Sequence[str]) -> list[tuple[ReduceOp, str]]:
-    """Return the reductions of these dtypes."""
+    """Return pairs of reductions and dtypes."""
     return [(op, name) for op, name in REDUCTIONS if name in names]
 
 
 def _after(comm: Any, method: str, arguments: Sequence[Any]) -> list[Tensor]:
-    """Call ``comm.method`` with copies of arguments; return the tensors among them."""
+    """Call ``comm.method`` with copies of the arguments; return their tensors after the call."""
     mine = copies_of(arguments)
     returned = getattr(comm, method)(*mine)
     assert returned is None, f"{method} returned {returned!r}"
@@ -63,7 +63,9 @@ def _after(comm: Any, method: str, arguments: Sequence[Any]) -> list[Tensor]:
 
 
 def _run(lab: Lab, nodes: tuple[int, ...], calls: Sequence[CollectiveCall]) -> None:
-    """Make calls on one communicator; show a failure with one of them, if that fails, too."""
+    """Run calls on one communicator and compare the results; on failure, report a single call if it
+    also fails alone.
+    """
     names = [call.method for call in calls]
     brought = [[call.brought[rank] for call in calls] for rank in range(sum(nodes))]
 
@@ -91,15 +93,15 @@ def _run(lab: Lab, nodes: tuple[int, ...], calls: Sequence[CollectiveCall]) -> N
 
 
 def _mean(found: Tensor, expected: Tensor, n: int) -> Tensor:
-    """Return what was found, with the mean where it is infinite as its sum overflows: S3.9 does not
-    say whether a mean is divided before.
+    """Return the actual mean with expected values in place of infinities from an overflow of the
+    sum: S3.9 does not say whether division precedes summation.
     """
     overflows = expected.double().abs() * n > torch.finfo(expected.dtype).max
     return torch.where(overflows & (found == expected.sign() * math.inf), expected, found)
 
 
 def _one_call(lab: Lab, name: str) -> None:
-    """Check a collective, in place or not."""
+    """Check a single call of a collective, in place or not."""
     nodes = lab.world(worlds())
     dtypes = lab.dtypes(_REDUCIBLE if name in REDUCING else MOVABLE)
     kinds = _reductions(dtypes) if name in REDUCING else [(ReduceOp.SUM, of) for of in dtypes]
@@ -169,8 +171,8 @@ def _reduce(
     kinds: Sequence[tuple[ReduceOp, str]],
     row: Callable[[ReduceOp, torch.dtype, int, int], Tensor],
 ) -> None:
-    """Check reductions of a row of each rank, which depends on the operation, the dtype, the rank,
-    and the number of ranks, by each method.
+    """Check reductions by each method; ``row`` makes a rank's data from operation, dtype, rank and
+    number of ranks.
     """
     nodes = lab.world(worlds())
     n, root = sum(nodes), root_of(lab.draw, nodes)
@@ -289,7 +291,7 @@ def exchange(lab: Lab) -> None:
 
 @check("collectives.S3.9.send_and_recv")
 def send_and_recv(lab: Lab) -> None:
-    """A message passed from rank to rank reaches the last one."""
+    """A message forwarded from rank to rank reaches the last one."""
     nodes, dtype, _ = _drawn(lab)
     message = values(0, lab.draw(counts), dtype)
 
@@ -375,8 +377,8 @@ def _right_or_refused(
     call: CollectiveCall,
     change: Callable[[Tensor], Tensor],
 ) -> list[list[Tensor]]:
-    """Make a call with changed tensors, which may be refused, but on every rank; return them after
-    it.
+    """Call a collective with changed tensors; return them afterwards, or an empty list if every
+    rank refused the call.
     """
 
     def program(comm: Any) -> list[Tensor] | None:

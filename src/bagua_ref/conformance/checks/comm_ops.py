@@ -1,4 +1,4 @@
-"""Bucket operations compared with plain loops over all ranks (S3.1 to S3.5, S13)."""
+"""Operations on buckets compared with plain loops over all ranks (S3.1 to S3.5, S13)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from bagua_ref.conformance.lab.lab import Lab
 
 
 def _inputs(lab: Lab, ranks: int, multiple: int, compressed: bool = False) -> list[Tensor]:
-    """Return each rank's elements; their number is a multiple of ``multiple``."""
+    """Return each rank's elements; their number is divisible by ``multiple``."""
     more = "tame" if compressed else "mixed"  # one edge poisons a whole chunk
     kind = lab.choice(["drawn", "mixed", "tame", more])
     few = st.integers(0, 40 // multiple + 1)
@@ -50,7 +50,7 @@ def _inputs(lab: Lab, ranks: int, multiple: int, compressed: bool = False) -> li
 
 
 def _expect_rounds(lab: Lab, results: list[Any], wanted: Iterable[list[Array]]) -> None:
-    """Compare each rank's elements after each round."""
+    """Compare each rank's elements after each round with the expected ones."""
     rounds = [
         [torch.from_numpy(np.ascontiguousarray(x)).to(lab.dtype) for x in ranks] for ranks in wanted
     ]
@@ -66,7 +66,7 @@ def _run(
     refusal: type[Exception] | tuple[()] = (),
     **options: Any,
 ) -> list[Any]:
-    """Return what ``comm_ops.method(world, inputs[rank], **options)`` returns on each rank."""
+    """Return the results of ``comm_ops.method(world, inputs[rank], **options)`` by rank."""
     return lab.on_ranks("comm_ops", method, nodes, {"inputs": inputs}, options, refusal=refusal)
 
 
@@ -119,7 +119,7 @@ def hierarchical(lab: Lab) -> None:
 
 
 def _long_inputs(lab: Lab, ranks: int) -> list[Tensor]:
-    """Return inputs beyond any block in which an implementation may work; up to 4 ranks have equal
+    """Return inputs longer than an implementation's internal blocks; with up to 4 ranks, in equal
     chunks.
     """
     size = 12 * (5500 if len(lab.long_sizes) > 1 else 90)
@@ -128,7 +128,9 @@ def _long_inputs(lab: Lab, ranks: int) -> list[Tensor]:
 
 @check("comm_ops.S3.2.long", dtypes=COMPRESSIBLE, effort=0.06)
 def long(lab: Lab) -> None:
-    """Scatter-gather gives the specified bits for long tensors, too, with and without compression."""
+    """Scatter-gather gives the specified bits for long tensors, too, with and without
+    compression.
+    """
     nodes = lab.world(st.sampled_from([(2,), (3,), (3, 1)]))
     compression = lab.choice([None, "MinMaxUInt8"])
     inputs = _long_inputs(lab, sum(nodes))
@@ -137,8 +139,8 @@ def long(lab: Lab) -> None:
 
 @check("comm_ops.S3.1.full_precision", dtypes=FLOATS, effort=0.5)
 def full_precision(lab: Lab) -> None:
-    """Full precision gives the sum or mean over all ranks, up to the rounding of another summation
-    order.
+    """Full precision gives the sum or mean over all ranks, up to the rounding of a different
+    summation order.
     """
     nodes, mean = lab.world(worlds()), lab.flag()
     between, scattergather = lab.flag(), lab.flag()
@@ -160,8 +162,8 @@ def full_precision(lab: Lab) -> None:
 
 
 def _in_any_order(lab: Lab, results: list[Any], inputs: list[Tensor], divisor: int) -> None:
-    """Compare each rank's result with the quotient of the sum of all inputs and a divisor; the sum
-    may be in any order.
+    """Compare each rank's result with the sum of all inputs divided by ``divisor``; the order of
+    summation is free.
     """
     exact = torch.stack([x.double() for x in inputs])
     wanted, magnitude = (exact.sum(0) / divisor).to(lab.dtype), exact.abs().sum(0) / divisor
@@ -170,7 +172,7 @@ def _in_any_order(lab: Lab, results: list[Any], inputs: list[Tensor], divisor: i
 
 
 def _rounds(lab: Lab, first: list[Tensor], more: int) -> list[list[Tensor]]:
-    """Return each rank's elements in the first round and in more rounds."""
+    """Return each rank's elements for the first round and for ``more`` further rounds."""
     size = first[0].numel()
     return [
         first,
@@ -185,8 +187,8 @@ def _decentralized(
     between: bool,
     given: list[Tensor] | None = None,
 ) -> tuple[list[Any], list[list[Tensor]]]:
-    """Compare rounds of averaging with a few ranks; return the results by rank, and the inputs by
-    round.
+    """Compare a few rounds of averaging on several ranks; return the results by rank, and the
+    inputs by round.
     """
     method, name = ("decentralized", "mode") if mode == "shift_one" else (_GRAPHS[0], "graph")
     first = given or _inputs(lab, sum(nodes), 1)
@@ -206,8 +208,8 @@ def _decentralized(
 
 @check("comm_ops.S3.4.shift_one", dtypes=FLOATS, effort=0.5)
 def shift_one(lab: Lab) -> None:
-    """Each rank is averaged with its peer of the step; with hierarchical, node means are, between
-    leaders.
+    """Each rank averages with its peer of the step; with hierarchical, leaders average node
+    means.
     """
     between = lab.flag()
     _decentralized(lab, "shift_one", lab.world(paired_worlds(between)), between)
@@ -223,7 +225,7 @@ def long_shift_one(lab: Lab) -> None:
 
 @check("comm_ops.S3.4.many_steps", effort=0.05)
 def many_steps(lab: Lab) -> None:
-    """Peers follow the step however many there have been."""
+    """Peers depend on the step also after many steps."""
     nodes, count = lab.world(st.sampled_from([(6,), (3, 3)])), lab.integer(260, 520)
     first = [torch.full((1,), float(2**rank)) for rank in range(6)]  # the sum names the ranks
     inputs = [[x] * count for x in first]
@@ -237,8 +239,8 @@ def many_steps(lab: Lab) -> None:
 
 @check("comm_ops.S3.4.all", dtypes=FLOATS, effort=0.5)
 def all_ranks(lab: Lab) -> None:
-    """The result is the mean over all ranks, even on uneven nodes, up to the rounding of another
-    summation order.
+    """The result is the mean over all ranks, even on uneven nodes, up to the rounding of a
+    different summation order.
     """
     between, nodes = lab.flag(), lab.world(worlds())
     n = sum(nodes)
@@ -316,7 +318,7 @@ def refuses_graphs(lab: Lab) -> None:
 
 @check("comm_ops.S13.5.mean", needs=_GRAPHS, effort=0.5)
 def mean_is_kept(lab: Lab) -> None:
-    """No averaging changes the mean of those that talk, up to rounding."""
+    """No averaging changes the mean of the ranks that take part, up to rounding."""
     graph, nodes, _ = lab.draw(graph_cases(9).filter(lambda case: not case[2]))
     lab.need_ranks(sum(nodes))
     results, rounds = _decentralized(lab, graph, nodes, between=False)

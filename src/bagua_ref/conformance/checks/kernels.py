@@ -109,8 +109,8 @@ drawn, arguments, and sentence of their checks.
 
 
 def _judge(lab: Lab, name: str, arguments: Arguments) -> None:
-    """Compare the first argument of a kernel after a call; show a failure on as few columns as it
-    takes.
+    """Compare the first argument of a kernel after a call; on failure, report as few columns as
+    possible.
     """
     first = next(iter(arguments))
 
@@ -131,14 +131,16 @@ def _elementwise(lab: Lab, name: str) -> None:
 
 
 def _rows(lab: Lab, name: str) -> list[Case]:
-    """Return a kernel's rows of the case table, of the dtype, or of all that the target has."""
+    """Return a kernel's fixed cases of the check's dtype, or of all dtypes that the target
+    supports.
+    """
     dtypes = [lab.dtype_name] if lab.dtype_name else lab.dtypes((*FLOATS, *INTEGERS))
     cases = [case for dtype in dtypes for case in rows_of("kernels", dtype)]
     return [case for case in cases if case.operation == f"kernels/{name}"]
 
 
 def _walk(lab: Lab, name: str) -> None:
-    """Judge the rows of a kernel that changes its first argument, x."""
+    """Check the fixed cases of a kernel that changes its first argument, x."""
     for case in _rows(lab, name):
         call = lab.call(f"{name}_", {**case.inputs, **case.parameters}, ("x",))
         lab.compare(call, "x", case.outputs["x"])
@@ -185,8 +187,8 @@ def reduce_chunks(lab: Lab) -> None:
     effort=0.05,
 )
 def many_chunks(lab: Lab) -> None:
-    """A mean is divided by the number of chunks, also where their dtype has no such number, as
-    bfloat16 has no 259.
+    """A mean is divided by the number of chunks even if their dtype cannot represent it, as
+    bfloat16 cannot represent 259.
     """
     count = round(2 / torch.finfo(lab.dtype).eps) + lab.choice([1, 3, 7])
     _reduce(lab, _means_near_ties(lab, count), True)
@@ -217,8 +219,8 @@ def _numbers(size: int, dtype: torch.dtype, start: int = 0) -> Tensor:
 
 
 def _pieces(lab: Lab) -> tuple[list[Tensor], torch.dtype]:
-    """Draw tensors of one dtype, of any shape, some of them transposed or with gaps; return them
-    and the dtype.
+    """Draw tensors of one dtype and any shapes, some transposed or with gaps; return them and the
+    dtype.
 
     Without tensors it is float32, as a program could not know another one.
     """
@@ -279,7 +281,7 @@ def scatter_flat(lab: Lab) -> None:
 
 @check("kernels.S2.3.long", needs=("gather_flat", "scatter_flat"), effort=0.05)
 def long_flat(lab: Lab) -> None:
-    """Long tensors, and many of them, are copied as a few short ones are, place by place."""
+    """Long tensors, and many of them, are copied correctly, index by index."""
     dtype = dtype_named(lab.choice(lab.dtypes(MOVABLE)))
     turn = lab.integer(0, 3)
     # so many may be more than an implementation takes at once

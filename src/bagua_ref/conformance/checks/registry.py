@@ -1,4 +1,4 @@
-"""The table of checks: one row per property, with its clause, needs and dtypes."""
+"""The registry of checks: one row per property, with its clause, needs and dtypes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _rows: dict[str, Check] = {}
 
 @dataclass(frozen=True)
 class Check:
-    """A property of an implementation.
+    """A check: a property that an implementation must have.
 
     Attributes:
         id: ``suite.clause.name``; stable.
@@ -75,7 +75,7 @@ def check(
     sentence: str = "",
     walk: Callable[[Lab], None] | None = None,
 ) -> Callable[[Property], Property]:
-    """Return a decorator that enters a property into the table.
+    """Return a decorator that registers a property as a check.
 
     Args:
         name: its id.
@@ -112,9 +112,9 @@ def trains(
     dtypes: tuple[str, ...] = (),
     of: Callable[..., object] | None = None,
 ) -> Callable[..., Any]:
-    """Return a decorator that enters a check which trains an algorithm into the table. It decorates
-    a function of the lab that returns the arguments of `TrainedAlgorithm.train`; or it is called
-    with the arguments and the property.
+    """Return a decorator that registers a check which trains an algorithm. It decorates a function
+    of the lab that returns the arguments of `TrainedAlgorithm.train`; or it is called with the
+    arguments and the property.
 
     Args:
         algorithm: the algorithm.
@@ -143,8 +143,8 @@ def trains(
 
 
 def checks_of(suites: Collection[str]) -> dict[str, Check]:
-    """Return the checks of the given suites by id, in the order of `SUITES` and clauses; only these
-    suites are imported.
+    """Return the checks of these suites by id, in the order of `SUITES` and clauses; no other suite
+    is imported.
 
     Raises:
         ImportError: Hypothesis is not installed.
@@ -173,13 +173,13 @@ def all_checks() -> dict[str, Check]:
 
 
 def prepare(suite: str) -> None:
-    """Let a suite import slow modules once, before its checks run in processes of their own."""
+    """Import a suite's slow modules once, before its checks run in processes of their own."""
     getattr(_import_suite(suite), "prepare", lambda: None)()
 
 
 def _import_suite(suite: str) -> ModuleType:
-    """Import the modules of a suite, which enters its checks into the table; return the one named
-    like the suite.
+    """Import the modules of a suite, which registers its checks; return the module named like the
+    suite.
     """
     found = {
         module: importlib.import_module(f"bagua_ref.conformance.checks.{module}")
@@ -189,5 +189,5 @@ def _import_suite(suite: str) -> ModuleType:
 
 
 def variants(row: Check) -> list[str | None]:
-    """Return the dtypes of a check; ``[None]`` if it has none."""
+    """Return a check's dtypes, ``[None]`` if it has none."""
     return list(row.dtypes) or [None]

@@ -1,5 +1,5 @@
-"""Balanced samplers compared with plain Python (S7): a target's ``samplers`` has the classes by
-their names.
+"""Balanced samplers compared with plain Python (S7); a target's ``samplers`` has the classes as
+attributes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _POSITION_OF_BATCHES = ("LoadBalancingDistributedBatchSampler.load_state_dict",)
 
 
 def _value(lab: Lab, what: str, get: Callable[[], Any]) -> Any:
-    """Return what a call of the target returns; its warnings do not matter."""
+    """Call the target and return the result, ignoring warnings."""
     with lab.calling(what), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return get()
@@ -50,7 +50,7 @@ def _same(lab: Lab, what: str, get: Callable[[], Any], wanted: Any) -> None:
 
 
 def _draws(lab: Lab, sampler: Any, wanted: list[Any], what: str = "sampler") -> None:
-    """Compare what a sampler draws."""
+    """Compare the items of a sampler with the expected ones."""
     _same(lab, f"list({what})", lambda: list(sampler), wanted)
 
 
@@ -67,7 +67,8 @@ def _refuses(lab: Lab, what: str, get: Callable[[], Any]) -> None:
 
 @dataclass
 class _Samples:
-    """A target's sampler, and what it must draw; samples are their own complexities, or costs.
+    """A target's sampler with its options, and its expected items; samples are their own
+    complexities, or costs.
 
     Attributes:
         lab: provides the target.
@@ -86,7 +87,7 @@ class _Samples:
     most: Any = None
 
     def make(self, replicas: int, rank: int) -> Any:
-        """Make a sampler, as a user would."""
+        """Make a sampler as a user would."""
         given = {name: value for name, value in self.options.items() if name != "epoch"}
         classes = self.lab.part("samplers")
         if self.most is not None:
@@ -100,23 +101,25 @@ class _Samples:
         return make(sampler, self.batch_fn, self.drop_last)
 
     def listed(self, replicas: int, rank: int) -> list[Any]:
-        """Make a sampler; return what it draws."""
+        """Return the items of a new sampler."""
         return list(self.make(replicas, rank))
 
     def create(self, replicas: int, rank: int) -> Any:
-        """Make a sampler, which must be possible."""
+        """Make a sampler; an error is a violation."""
         drawn = {name: value for name, value in vars(self).items() if name != "lab"}
         self.lab.drawn |= drawn
         what = f"the sampler of values for rank {rank} of {replicas}"
         return _value(self.lab, what, partial(self.make, replicas, rank))
 
     def at(self, replicas: int, rank: int, epoch: int | None = None) -> Any:
-        """Make a sampler at an epoch, by default its own."""
+        """Make a sampler and set its epoch, by default that of the options."""
         epoch = self.options["epoch"] if epoch is None else epoch
         return _at(self.lab, self.create(replicas, rank), epoch)
 
     def plan(self, history: Any, replicas: int, epoch: int | None = None) -> list[list[list[Any]]]:
-        """Return what each replica must draw in each stretch of an epoch, by default its own."""
+        """Return the expected items of each replica by stretch of an epoch, by default that of the
+        options.
+        """
         options = self.options if epoch is None else {**self.options, "epoch": epoch}
         if self.most is not None:
             return samplers_plain.budget_stretches(
@@ -128,20 +131,20 @@ class _Samples:
 
 
 def _at(lab: Lab, sampler: Any, epoch: int) -> Any:
-    """Set the epoch of a sampler; return the sampler."""
+    """Set the epoch of a sampler, and return the sampler."""
     _value(lab, f"set_epoch({epoch})", lambda: sampler.set_epoch(epoch))
     return sampler
 
 
 def _loaded(lab: Lab, sampler: Any, state: Any) -> Any:
-    """Load a position into a sampler; return the sampler."""
+    """Load a position into a sampler, and return the sampler."""
     _value(lab, "load_state_dict", lambda: sampler.load_state_dict(state))
     return sampler
 
 
 @check("samplers.S7.1.lengths", needs=_SAMPLER, effort=3)
 def lengths(lab: Lab) -> None:
-    """All ranks draw the same number of samples, which is their length."""
+    """All ranks draw the same number of samples, equal to their samplers' ``len()``."""
     values, replicas, options = lab.draw(cases())
     wanted = samplers_plain.num_samples(len(values), replicas, options["drop_last"])
     sampler = _Samples(lab, values, options).at(replicas, replicas - 1)
@@ -188,7 +191,7 @@ def indices(lab: Lab) -> None:
 
 @check("samplers.S7.3.digits", needs=_SAMPLER, effort=2)
 def digits(lab: Lab) -> None:
-    """The bound of the noise is a product of floats, and no digit of the epoch is lost."""
+    """The bound of the noise is a product of floats; no digit of a large epoch is lost."""
     values, replicas, options = lab.draw(noisy_cases())
     samples = _Samples(lab, values, options)
     _draws(lab, samples.at(replicas, 0), samples.plan([], replicas)[0][0])
@@ -218,9 +221,7 @@ def batches(lab: Lab) -> None:
 
 
 def _stop_and_go_on(lab: Lab, samples: _Samples, replicas: int) -> None:
-    """Draw some of an epoch's samples or batches, and the rest from another sampler; then go to the
-    next epoch.
-    """
+    """Draw part of an epoch, resume it in another sampler, and continue with the next epoch."""
     epoch, rank = samples.options["epoch"], lab.integer(0, replicas - 1)
     wanted = samples.plan([], replicas)[0][rank]
     following = samples.plan([], replicas, epoch + 1)[0][rank]
@@ -242,8 +243,8 @@ def _stop_and_go_on(lab: Lab, samples: _Samples, replicas: int) -> None:
 
 @check("samplers.S7.3.position", needs=_POSITION)
 def position(lab: Lab) -> None:
-    """A sampler that loads a position goes on with the sample after it, also if its epoch is set
-    again; later epochs are whole.
+    """A sampler that loads a position continues with the next sample, also if its epoch is set
+    again; later epochs are complete.
     """
     values, replicas, options = lab.draw(cases())
     _stop_and_go_on(lab, _Samples(lab, values, options), replicas)
@@ -251,8 +252,8 @@ def position(lab: Lab) -> None:
 
 @check("samplers.S7.4.position", needs=_POSITION_OF_BATCHES)
 def position_of_batches(lab: Lab) -> None:
-    """A batch sampler that loads a position goes on with the batch after it; later epochs are
-    whole.
+    """A batch sampler that loads a position continues with the next batch; later epochs are
+    complete.
     """
     values, replicas, options = lab.draw(cases())
     options = {**options, "drop_last": False}
@@ -313,9 +314,9 @@ def refuses(lab: Lab) -> None:
 
 
 def _continued(lab: Lab, samples: _Samples) -> None:
-    """Run an epoch whose number of replicas changes: each stretch draws the samples that the
-    earlier ones have left, and one with as many replicas as the last continues it. The next epoch
-    is whole, wherever its sampler was in this one.
+    """Run an epoch whose number of replicas changes: each stretch draws the remaining samples, and
+    one with an unchanged number of replicas continues the last. The next epoch is complete,
+    wherever its sampler was in this one.
     """
     history: list[tuple[int, int]] = []
     state, epoch = None, samples.options["epoch"]
@@ -346,8 +347,8 @@ def _continued(lab: Lab, samples: _Samples) -> None:
 
 @check("samplers.S7.6.stretches", needs=_POSITION, effort=4)
 def stretches(lab: Lab) -> None:
-    """With another number of replicas, an epoch continues with the samples that no chunk has drawn,
-    in the epoch's order.
+    """With another number of replicas, an epoch continues with the samples not yet drawn by any
+    chunk, in the epoch's order.
     """
     values, _, options = lab.draw(cases())
     # the chunk that is filled up with the first samples is often drawn before them
@@ -360,8 +361,8 @@ def stretches(lab: Lab) -> None:
 
 @check("samplers.S7.6.batches", needs=_POSITION_OF_BATCHES, effort=3)
 def continued_batches(lab: Lab) -> None:
-    """A stretch of batches has drawn the samples in the first batches of all its replicas; the rest
-    is cut anew.
+    """A stretch of batches has consumed the samples in the first batches of all its replicas; the
+    rest is batched anew.
     """
     values, _, options = lab.draw(cases())
     batch_fn, options = cut(lab.integer(1, 3)), {**options, "drop_last": False}
@@ -370,8 +371,8 @@ def continued_batches(lab: Lab) -> None:
 
 @check("samplers.S7.7.budget", needs=("BudgetBatchSampler",), effort=6)
 def budget(lab: Lab) -> None:
-    """Batches are cut from samples in order of cost, mixed, made as many for each replica, and
-    continued with other replicas.
+    """Batches are cut from samples in order of cost, shuffled, equal in number for each replica,
+    and continued with other replicas.
     """
     costs, most, options = lab.draw(budgets())
     _continued(lab, _Samples(lab, costs, {**options, "drop_last": False}, most=most))
@@ -379,7 +380,7 @@ def budget(lab: Lab) -> None:
 
 @check("samplers.S7.7.dropped", needs=("BudgetBatchSampler",), effort=3)
 def dropped(lab: Lab) -> None:
-    """With drop_last, the cheapest batches are dropped; if none is left, that is a ValueError."""
+    """With drop_last, the cheapest batches are dropped; if none remains, that is a ValueError."""
     costs, most, options = lab.draw(budgets())
     of_replicas = _Samples(lab, costs, {**options, "drop_last": True, "epoch": 0}, most=most)
     replicas = lab.integer(1, 4)

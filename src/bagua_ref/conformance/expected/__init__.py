@@ -1,1 +1,1 @@
-"""Expected values: slow, obvious implementations that import nothing of what they judge."""
+"""Expected values: slow, obvious implementations that import nothing of the code under test."""

@@ -1,5 +1,5 @@
-"""Exchange of gradients between n ranks (S3.1 to S3.3), and training on it (S2.1, S2.2, S2.5, S5.1,
-S5.2, S5.5), of all ranks.
+"""Exchange of gradients between n ranks (S3.1 to S3.3), and training with it (S2.1, S2.2, S2.5,
+S5.1, S5.2, S5.5), computed for all ranks at once.
 
 A rank's numbers are a flat array as in `kernels_numpy`.
 ``nodes`` holds how many ranks each node has, in rank order, if node leaders communicate; None: all
@@ -42,20 +42,22 @@ def step_of_sgd(x: Array, grad: Array, lr: float, dtype: str) -> Array:
 
 
 def restored(x: Array, dtype: str, codec: str = MINMAX) -> Array:
-    """Return x after compression as one chunk and decompression."""
+    """Return x after a round trip through compression as one chunk."""
     return np.array(
         decompress_chunk(codec, compress_chunk(codec, x.tolist(), dtype), x.size, dtype), x.dtype
     )
 
 
 def split(ranks: list[Any], nodes: list[int]) -> list[list[Any]]:
-    """Return the ranks node by node."""
+    """Return the ranks grouped by node."""
     ends = np.cumsum(nodes)
     return [ranks[end - size : end] for end, size in zip(ends, nodes, strict=True)]
 
 
 def padded(ranks: list[Array], nodes: list[int] | None) -> list[Array]:
-    """Return each rank's numbers with zeros after them, for whole chunks (S2.2, S5.2)."""
+    """Return each rank's numbers, padded with zeros to a multiple of the number of chunks (S2.2,
+    S5.2).
+    """
     return [np.pad(x, (0, -x.size % math.lcm(len(ranks), len(nodes or ranks)))) for x in ranks]
 
 
@@ -73,7 +75,7 @@ def low_precision(ranks: list[Array], dtype: str, average: bool) -> Array:
 def inputs_of_leaders(
     ranks: list[Array], dtype: str, average: bool, nodes: list[int]
 ) -> list[Array]:
-    """Return the leaders' inputs: the sums of nodes in float32, for the mean divided by
+    """Return the leaders' inputs: the sums of nodes in float32; for the mean, divided by
     float32(n/L), rounded once (S3.3).
     """
     divisor = len(ranks) / len(nodes) if average else 1
@@ -83,7 +85,9 @@ def inputs_of_leaders(
 def centralized(
     ranks: list[Array], dtype: str, average: bool, one_byte: bool, nodes: list[int] | None
 ) -> Array:
-    """Reduce all ranks' numbers, as one byte per element or in full (S3.1 to S3.3)."""
+    """Reduce all ranks' numbers, compressed to one byte per element or in full precision (S3.1 to
+    S3.3).
+    """
     if nodes is not None:
         ranks = inputs_of_leaders(ranks, dtype, average, nodes)
     return (
@@ -92,7 +96,7 @@ def centralized(
 
 
 def buckets(sizes: list[int], dtypes: list[str], bucket_bytes: int) -> list[list[int]]:
-    """Return which parameters share a bucket, in the order in which they lie there (S2.1)."""
+    """Return the parameter indices of each bucket, in their order in memory (S2.1)."""
     found = []
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         places, filled = [], 0
@@ -123,8 +127,8 @@ def one_byte(average: bool, nodes: list[int] | None) -> Exchange:
 def train_on_gradients(
     start: Array, gradients: list[list[Array]], lr: float, dtype: str, exchange: Exchange
 ) -> list[Array]:
-    """Return a bucket's weights after each step, which are the same on all ranks; gradients come by
-    step and rank (S5.1, S5.2).
+    """Return a bucket's weights after each step, equal on all ranks; gradients are indexed by step
+    and rank (S5.1, S5.2).
     """
     weights, history = start, []
     for ranks in gradients:
@@ -135,7 +139,7 @@ def train_on_gradients(
 
 @dataclass
 class QAdam:
-    """QAdam on n ranks at once, which hold the same weights and moments at every step.
+    """QAdam on n ranks at once, whose weights and moments are equal at every step.
 
     Args:
         weights: each parameter's numbers.
@@ -223,8 +227,8 @@ def step_along_momentum(
     eps: float,
     keeps_zeros: bool = True,
 ) -> Array:
-    """Return one parameter's weights after step s of S5.5; where v is 0, they stay as they are if
-    ``keeps_zeros``.
+    """Return one parameter's weights after step s of S5.5; with ``keeps_zeros``, they are unchanged
+    where v is 0.
     """
     number = weights.dtype.type
     step_size, correction = number(-lr / (1 - betas[0] ** s)), number((1 - betas[1] ** s) ** 0.5)

@@ -20,12 +20,12 @@ from bagua_ref.conformance.expected.local_updates_numpy import DiLoCo, Weights
 
 
 def side(s: int, chunk: int) -> int:
-    """Return c(s)."""
+    """Return c(s), the side of a chunk along a dimension of size s."""
     return max(d for d in range(1, chunk + 1) if s % d == 0) if s else 1
 
 
 def chunks(shape: tuple[int, ...], chunk: int) -> tuple[Array, tuple[int, int]]:
-    """Return the places of the elements of each chunk, K x m, and its rows and columns (S15.1)."""
+    """Return the element indices of each chunk, K x m, and its rows and columns (S15.1)."""
     *leading, rows, columns = (1, 1, *shape)
     h, w = side(rows, chunk), side(columns, chunk)
     blocks = [
@@ -38,7 +38,7 @@ def chunks(shape: tuple[int, ...], chunk: int) -> tuple[Array, tuple[int, int]]:
 
 
 def packed(indices: list[int]) -> bytes:
-    """Return indices, 12 bits each (S15.3)."""
+    """Return indices packed into 12 bits each (S15.3)."""
     data = bytearray()
     for place in range(0, len(indices), 2):
         i, j = [*indices, 0][place : place + 2]
@@ -94,7 +94,7 @@ def mean_of(ranks: list[Array], how: str) -> Array:
 
 
 def cosine(x: Array, places: Array, sides: tuple[int, int], inverse: bool = False) -> Array:
-    """Return T(x), or T'(x) (S15.6)."""
+    """Return the cosine transform T(x), or its inverse T'(x) (S15.6)."""
     found, (rows, columns) = np.zeros_like(x), map(_basis, sides)
     for row in places:
         block = x[row].astype(np.float64).reshape(sides)

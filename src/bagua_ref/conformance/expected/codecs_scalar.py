@@ -1,4 +1,5 @@
-"""Every codec, MinMaxUInt8 (S4), the MX formats, NVFP4 and OneBit (S12), one number at a time.
+"""Every codec, MinMaxUInt8 (S4), the MX formats, NVFP4 and OneBit (S12), computed one number at a
+time.
 
 Chunks are lists of Python floats that are numbers of the dtype; payloads are bytes. Of the MX
 formats, every product is one with a power of two, and exact in float64; NVFP4 rounds each to
@@ -33,7 +34,7 @@ LARGEST = (2 - 2.0**-23) * 2.0**127
 
 
 def f32(value: float) -> float:
-    """Round to float32, to nearest-even, beyond the range to infinity."""
+    """Round to float32, to nearest-even; numbers beyond the range become infinite."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
@@ -41,7 +42,7 @@ def f32(value: float) -> float:
 
 
 def divide(a: float, b: float) -> float:
-    """Divide as in IEEE 754, also by zero."""
+    """Divide by the rules of IEEE 754, which define division by zero."""
     if b != 0:
         return a / b
     if a == 0 or math.isnan(a):
@@ -50,7 +51,7 @@ def divide(a: float, b: float) -> float:
 
 
 def rint(value: float) -> float:
-    """Round to the nearest integer, halves to even; infinities and NaN stay."""
+    """Round to the nearest integer, halves to even; infinities and NaN are unchanged."""
     if not math.isfinite(value):
         return value
     return math.copysign(float(round(value)), value)  # Python's round is half-to-even and exact
@@ -96,8 +97,8 @@ class Elements:
     header: int = 0
 
     def nearest(self, x: float) -> int:
-        """Return the code of the number next to ``x >= 0``; of two, the even code; beyond the
-        largest, its code.
+        """Return the code of the number nearest to ``x >= 0``, of two the even code; numbers beyond
+        the largest get its code.
         """
         above = bisect_right(self.numbers, x)
         below = above - 1
@@ -147,8 +148,8 @@ def payload_size(codec: str, c: int) -> int:
 
 
 def field_at(codec: str, place: int, c: int, dtype: str) -> str:
-    """Return the field of a payload of chunks of c elements to which a byte belongs (S4.1, S12.1,
-    S12.2, S12.7).
+    """Return the name of the field that contains a byte of a payload of chunks of c elements (S4.1,
+    S12.1, S12.2, S12.7).
 
     >>> field_at("MinMaxUInt8", 64 + 33, 5, "float32"), field_at("MXFP4", 2, 40, "float32")
     ('level of element 1 of chunk 1', 'code of elements 0 and 1 of chunk 0')
@@ -215,8 +216,8 @@ def decompress_chunk(codec: str, payload: bytes, count: int, dtype: str) -> list
 def error_bound(
     codec: str, x: float, block: list[float], restored: float, dtype: str, chunk: list[float]
 ) -> float:
-    """Return the bound of the error of one element of a finite chunk, in float64 (S4.6, S12.3,
-    S12.6, S12.7).
+    """Return the bound of one element's error in a finite chunk, in float64 (S4.6, S12.3, S12.6,
+    S12.7).
 
     Args:
         codec: one of `FORMATS`, or MinMaxUInt8.
@@ -255,9 +256,7 @@ def error_bound(
 
 
 def scale_of(codec: str, largest: float, chunk: float) -> float:
-    """Return the number of which a block's elements are multiples, for the largest magnitudes of
-    block and chunk.
-    """
+    """Return a block's scale, given the largest magnitudes of block and chunk."""
     if codec == "NVFP4":
         return math.prod(_nvfp4_scales(largest, chunk))
     return 2.0 ** exponent_of(codec, largest)
@@ -313,7 +312,7 @@ def _nvfp4(chunk: list[float]) -> bytes:
 
 
 def _nvfp4_scales(largest: float, chunk: float) -> tuple[float, float]:
-    """Return s and t for the largest magnitudes of block and chunk (S12.7)."""
+    """Return the scales s and t, given the largest magnitudes of block and chunk (S12.7)."""
     whole = min(f32(divide(2688.0, chunk)), LARGEST) if chunk else 1.0
     of_scales = FORMATS["MXFP8"]
     s = min(f32(largest * f32(whole * SIXTH)), LARGEST)
@@ -350,7 +349,7 @@ def _element(codec: str, elements: bytes, place: int, scale: int, factor: float)
 
 
 def _number(form: Elements, code: int) -> float:
-    """Return the number with a sign that has a code."""
+    """Return the number with a code and a sign."""
     negative, magnitude = divmod(code, 2 ** (form.bits - 1))
     if magnitude == len(form.numbers):  # E4M3 has NaN there
         return math.nan
@@ -358,7 +357,9 @@ def _number(form: Elements, code: int) -> float:
 
 
 def _saturated(dtype: str, values: list[float]) -> list[float]:
-    """Round to float32, then to dtype; beyond their range to the largest number (S4.3)."""
+    """Round to float32, then to dtype; numbers beyond the range become the largest number
+    (S4.3).
+    """
     found = np.array(values)
     for name in ("float32", dtype):
         largest = torch.finfo(getattr(torch, name)).max
@@ -439,8 +440,8 @@ def _from_minmax(block: bytes, count: int, dtype: str) -> list[float]:
 
 
 def half_ulp(value: float, dtype: str) -> float:
-    """Return what rounding to a 16-bit dtype may add to the error of a value; 0 for float32, in
-    which it is computed.
+    """Return the maximal error that rounding to a 16-bit dtype adds to a value; 0 for float32, in
+    which values are computed.
     """
     if dtype == "float32":
         return 0.0

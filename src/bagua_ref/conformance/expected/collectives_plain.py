@@ -1,4 +1,4 @@
-"""The collectives of S3.9, for all ranks at once: ``x[r]`` is the flat tensor of rank r.
+"""The collectives of S3.9, computed for all ranks at once: ``x[r]`` is the flat tensor of rank r.
 
 Floats are combined in float64 and rounded once, integers in int64, where they wrap around. What
 comes back has a row for each rank, except for `combine` and `gather`.
@@ -24,8 +24,8 @@ _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def combine(x: Tensor, op: str) -> Tensor:
-    """Return the reduction of all ranks' elements by an operation named as in MPI; MIN and MAX of a
-    NaN are NaN.
+    """Return the reduction of all ranks' elements by an operation named as in MPI; MIN and MAX
+    propagate NaN.
 
     >>> combine(torch.tensor([[200], [200], [200]], dtype=torch.uint8), "SUM")
     tensor([88], dtype=torch.uint8)
@@ -35,44 +35,44 @@ def combine(x: Tensor, op: str) -> Tensor:
 
 
 def allreduce(x: Tensor, op: str) -> Tensor:
-    """Give every rank the reduction."""
+    """Return the reduction for every rank."""
     return combine(x, op).repeat(len(x), 1)
 
 
 def reduce(x: Tensor, op: str, root: int) -> Tensor:
-    """Give the root the reduction; the other ranks keep their elements."""
+    """Return the reduction for the root; the other ranks keep their elements."""
     out = x.clone()
     out[root] = combine(x, op)
     return out
 
 
 def reduce_scatter(x: Tensor, op: str) -> Tensor:
-    """Give rank r chunk r of the reduction."""
+    """Return chunk r of the reduction for rank r."""
     return combine(x, op).view(len(x), -1) if x.numel() else x[:, :0]
 
 
 def broadcast(x: Tensor, root: int) -> Tensor:
-    """Give every rank the root's elements."""
+    """Return the root's elements for every rank."""
     return x[root].repeat(len(x), 1)
 
 
 def gather(x: Tensor) -> Tensor:
-    """Return all elements in rank order, which the root gets."""
+    """Return all elements in rank order, the root's result."""
     return x.reshape(-1)
 
 
 def allgather(x: Tensor) -> Tensor:
-    """Give every rank all elements in rank order."""
+    """Return all elements in rank order for every rank."""
     return gather(x).repeat(len(x), 1)
 
 
 def scatter(of_root: Tensor, nranks: int) -> Tensor:
-    """Give rank r chunk r of the root's elements."""
+    """Return chunk r of the root's elements for rank r."""
     return of_root.view(nranks, of_root.numel() // nranks)
 
 
 def alltoall(x: Tensor) -> Tensor:
-    """Give rank r chunk r of every rank, in rank order."""
+    """Return chunk r of every rank, in rank order, for rank r."""
     n = len(x)
     return x.view(n, n, x.shape[1] // n).transpose(0, 1).reshape(n, -1) if x.numel() else x
 
@@ -84,8 +84,8 @@ def alltoall_v(
     send_displs: Sequence[Sequence[int]],
     recv_displs: Sequence[Sequence[int]],
 ) -> list[Tensor]:
-    """Give rank d the block that each rank s sends to it; what lies between blocks stays as it was
-    ``before``.
+    """Return for each rank d the blocks that ranks s send to it; gaps between blocks have the
+    values of ``before``.
 
     Args:
         x: what each rank sends.

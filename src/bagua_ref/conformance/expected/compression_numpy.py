@@ -20,7 +20,9 @@ from bagua_ref.conformance.expected.kernels_numpy import Array, added, divide, s
 
 
 def compressed_rank(shape: tuple[int, ...], rank: int, rate: float) -> int:
-    """Return r of a gradient of this shape; 0: it is not compressed (S10.1)."""
+    """Return the compression rank r of a gradient of this shape, 0 if it is not compressed
+    (S10.1).
+    """
     if len(shape) < 2:
         return 0
     n, m = shape[0], math.prod(shape[1:])
@@ -29,7 +31,7 @@ def compressed_rank(shape: tuple[int, ...], rank: int, rate: float) -> int:
 
 
 def orthonormal(matrix: Array) -> Array:
-    """Return the matrix with orthonormal columns, some of them 0 (S10.3)."""
+    """Return the matrix with orthonormal columns, or zeros in place of dependent ones (S10.3)."""
     v = matrix.astype(np.float64)
     before = [dot(column, column) ** 0.5 for column in v.T]
     for i in range(v.shape[1]):
@@ -41,20 +43,20 @@ def orthonormal(matrix: Array) -> Array:
 
 
 def dot(a: Array, b: Array) -> float:
-    """Return the inner product, its terms added in order: a library's order, and with it the last
+    """Return the inner product, summed in index order: a library's order, and with it the last
     bits, depend on the processor.
     """
     return float(np.add.accumulate(a * b)[-1])
 
 
 def product(a: Array, b: Array) -> Array:
-    """Return the matrix product, the terms of each element added in order."""
+    """Return the matrix product; each element's terms are summed in index order."""
     found: Array = np.add.accumulate(a[:, :, None] * b, axis=1)[:, -1]
     return found
 
 
 def fresh(m: int, r: int, seed: int, k: int, i: int) -> Array:
-    """Return N (S10.2)."""
+    """Return N, the random columns of a round (S10.2)."""
     found: Array = torch.randn(
         m, r, generator=torch.Generator().manual_seed(seed + 1000003 * k + 7919 * i)
     ).numpy()
@@ -62,7 +64,7 @@ def fresh(m: int, r: int, seed: int, k: int, i: int) -> Array:
 
 
 def start(q: Array | None, shape: tuple[int, int], dtype: type, seed: int, k: int, i: int) -> Array:
-    """Return the Q with which round k starts; ``q`` is the last round's, None: there is none
+    """Return Q at the start of round k; ``q`` is that of the last round, None if there was none
     (S10.2).
     """
     columns: Array = fresh(*shape, seed, k, i).astype(dtype)
@@ -101,7 +103,7 @@ def power_sgd_round(
     k: int = 0,
     i: int = 0,
 ) -> LowRankRound:
-    """Return what comes of a compressed round (S10.2 to S10.4).
+    """Return the results of a compressed round (S10.2 to S10.4).
 
     Args:
         gradients: n x m matrices, by rank.
@@ -134,7 +136,7 @@ def power_sgd_round(
 
 
 def norm(arrays: list[Array]) -> float:
-    """Return a bound of what a projection of these matrices can gather in one element."""
+    """Return an upper bound of an element's magnitude in projections of these matrices."""
     return max(
         [
             float(np.abs(x).max()) * sum(x.shape) ** 0.5
@@ -146,7 +148,8 @@ def norm(arrays: list[Array]) -> float:
 
 
 def is_tame(columns: Array, size: float | None = None) -> bool:
-    """Return whether rounding does not decide what the columns span; columns of zeros do not count.
+    """Return whether the span of the columns is independent of rounding; columns of zeros do not
+    count.
 
     Args:
         columns: of one matrix.
@@ -173,8 +176,8 @@ def reach(
     k: int,
     i: int,
 ) -> float:
-    """Return a bound of the sum in one element of a round; inf where rounding decides the span of
-    its columns.
+    """Return an upper bound of an element's sum in a round; inf where rounding decides the span of
+    the columns.
 
     The arguments are those of `power_sgd_round`.
     """
@@ -191,7 +194,7 @@ def reach(
 
 
 def gram(q: Array) -> Array:
-    """Return Q Q^T in float64, which does not depend on the basis."""
+    """Return the projection Q Q^T in float64, which does not depend on the basis."""
     wide = q.astype(np.float64)
     return product(wide, wide.T)
 
@@ -205,7 +208,7 @@ def error_feedback_round(
     filled: int,
     average: bool = True,
 ) -> tuple[Array, list[Array], list[Array]]:
-    """Return the result, and the memories of every rank: e and f.
+    """Return the result and every rank's error memories, e and f.
 
     Args:
         inputs: x by rank, m elements with padding, numbers of ``dtype`` held as float32.
@@ -230,8 +233,8 @@ def error_feedback_round(
     result = np.concatenate([restored(y, "float32", codec) for y in reduced])
 
     def remembered(new: Array, old: Array, chunk: slice) -> Array:
-        """Return the new memory, but the old one where the result is NaN, and none of the
-        padding.
+        """Return the new error memory; it keeps the old values where the result is NaN, and zeros
+        in the padding.
         """
         is_padding = np.arange(m)[chunk] >= filled
         return np.where(is_padding, np.float32(0), np.where(np.isnan(result[chunk]), old, new))
@@ -267,7 +270,7 @@ class ErrorFeedback:
     servers: list[Array] = field(default_factory=list)
 
     def round(self, ranks: list[Array]) -> Array:
-        """Return the elements of every rank after a round, without the padding that S5.2 adds."""
+        """Return the elements after a round, the same on every rank, without S5.2's padding."""
         given, filled = padded(ranks, self.nodes), ranks[0].size
         if self.nodes is not None:
             given = inputs_of_leaders(given, self.dtype, self.average, self.nodes)
@@ -281,13 +284,13 @@ class ErrorFeedback:
 
 
 def sent_count(m: int, ratio: float) -> int:
-    """Return k; a Python float is a float64."""
+    """Return k, the number of elements to send; a Python float is a float64."""
     return min(m, max(1, math.ceil(ratio * m)))
 
 
 def kept(p: Array, k: int) -> list[int]:
-    """Return the indices that a rank sends, ascending: NaN first, then the largest absolute values,
-    equal ones in order.
+    """Return the indices of the elements to send, ascending: NaN first, then the largest absolute
+    values, equal ones in order.
     """
     is_nan = np.isnan(p)
     found: list[int] = np.sort(np.lexsort((-np.where(is_nan, 0, np.abs(p)), ~is_nan))[:k]).tolist()
@@ -297,7 +300,7 @@ def kept(p: Array, k: int) -> list[int]:
 def topk_round(
     gradients: list[Array], errors: list[Array] | None, ratio: float, dtype: str
 ) -> tuple[Array, list[Array] | None]:
-    """Return the averaged gradient, and what every rank keeps.
+    """Return the averaged gradient, and the new error memory of every rank.
 
     Args:
         gradients: m elements by rank, numbers of ``dtype`` held as float32.

@@ -40,8 +40,8 @@ def between_leaders(
     dtype: str,
     nodes: list[int] | None,
 ) -> list[Array]:
-    """Return the results of an operation on the arrays of ranks; with ``nodes``, on the means of
-    nodes, for each of their ranks.
+    """Apply an operation to the arrays of all ranks; with ``nodes``, to node means, whose results
+    all ranks of a node get.
     """
     if nodes is None:
         return operation(ranks)
@@ -50,15 +50,15 @@ def between_leaders(
 
 
 def library_mean(ranks: list[Array], dtype: str) -> Array:
-    """Return the mean, added in rank order as the simulated world does; a library may use another
+    """Return the mean, summed in rank order as the simulated world does; a library may use another
     order (S3.7).
     """
     return divide(dtype, functools.reduce(np.add, ranks), len(ranks))
 
 
 def pairs(n: int, step: int) -> dict[int, int]:
-    """Pair rank i of the first half with the rank ``i + step`` places into the second half, which
-    wraps around (S3.4).
+    """Return the pairs of a step: rank i of the first half with rank ``i + step`` of the second
+    half, cyclically (S3.4).
     """
     half = n // 2
     found = {i: half + (i + step) % half for i in range(half)}
@@ -68,7 +68,7 @@ def pairs(n: int, step: int) -> dict[int, int]:
 def average(
     ranks: list[Array], dtype: str, mode: Mode, nodes: list[int] | None, step: int
 ) -> list[Array]:
-    """Average the weights for the ``step``-th time (S3.4, S13)."""
+    """Return the weights after averaging round ``step`` (S3.4, S13)."""
     if mode == "all":
         return [library_mean(ranks, dtype) for _ in ranks]
 
@@ -130,7 +130,7 @@ def train_decentralized(
 
 
 def doublings(n: int) -> int:
-    """Return how often 1 must be doubled to reach n."""
+    """Return ceil(log2 n), by doubling."""
     count = 0
     while 2**count < n:
         count += 1
@@ -138,7 +138,7 @@ def doublings(n: int) -> int:
 
 
 def averaged(x: Array, mode: Mode, t: int) -> Array:
-    """Return every rank's average at step t, not yet rounded to the dtype.
+    """Return every rank's average at step t, before rounding to the dtype.
 
     Args:
         x: of shape (n, m), float32 or float64.
@@ -163,7 +163,7 @@ def weighted(x: Array, graph: Weights) -> Array:
 
 
 def _sent_to(x: Array, distance: int) -> Array:
-    """Return what each rank has received when rank r has sent to rank r + distance."""
+    """Return the array that each rank receives when rank r sends to rank r + distance."""
     return np.roll(x, distance, axis=0)
 
 

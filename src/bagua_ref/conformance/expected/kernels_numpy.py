@@ -1,4 +1,4 @@
-"""The kernels of S1, S3, S5.5 and S7.2 on whole arrays.
+"""The kernels of S1, S3, S5.5 and S7.2 on entire arrays.
 
 An array's numbers are of the dtype named first, held as float32 (float64 for float64), of which
 every operation of NumPy rounds to nearest-even; `stored` then rounds to the dtype. Nothing here
@@ -18,18 +18,18 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of ``dtype`` are computed."""
+    """Return the dtype of computations on numbers of ``dtype``."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def array(x: torch.Tensor) -> Array:
-    """Return a tensor's numbers as float32 (float64 for float64)."""
+    """Return a tensor's elements as a float32 array (float64 for float64)."""
     found: Array = x.to(wide(x.dtype)).numpy()
     return found
 
 
 def stored(values: Array, dtype: str) -> Array:
-    """Round to the dtype."""
+    """Round to the dtype; return the values as float32."""
     if dtype == "float16":
         return values.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":
@@ -89,7 +89,7 @@ def added(arrays: list[Array]) -> Array:
 
 
 def reduce_chunks(dtype: str, chunks: list[Array], average: bool = True) -> Array:
-    """Return the sum in order, for the mean divided by their number, rounded once (S3.7)."""
+    """Return the sum in order, or the mean, which is divided and rounded once (S3.7)."""
     return divide(dtype, added(chunks), len(chunks) if average else 1)
 
 

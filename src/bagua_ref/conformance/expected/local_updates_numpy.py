@@ -36,7 +36,7 @@ Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
 def fragment_of(sizes: list[int], count: int) -> list[int]:
-    """Return the fragment of each parameter, given the bytes of each (S9.3)."""
+    """Return the fragment index of each parameter, from the parameters' sizes in bytes (S9.3)."""
     total, found, last = sum(sizes), [], -1
     for i, size in enumerate(sizes):
         middle = sum(sizes[:i]) + Fraction(size, 2)
@@ -47,7 +47,7 @@ def fragment_of(sizes: list[int], count: int) -> list[int]:
 
 
 def places_of(sizes: list[int], count: int) -> list[list[int]]:
-    """Return the places of the parameters in each fragment, given the bytes of each (S9.3)."""
+    """Return the parameter indices of each fragment, from the parameters' sizes in bytes (S9.3)."""
     found = fragment_of(sizes, count)
     return [
         [place for place, fragment in enumerate(found) if fragment == wanted]
@@ -63,8 +63,8 @@ def is_averaged(t: int, *, period: int, offset: int = 0, warmup_steps: int = 0) 
 def fragment_due(
     t: int, *, period: int, fragments: int, warmup_steps: int = 0, delay: int = 0
 ) -> int | None:
-    """Return the fragment that is applied, or with its delay the one that is sent, after step t;
-    None: none is (S9.4).
+    """Return the fragment to apply after step t, or with its delay the one to send; None if there
+    is none (S9.4).
     """
     gap, local_step = period // fragments, t - warmup_steps
     due = [
@@ -76,8 +76,8 @@ def fragment_due(
 
 
 def averaged(ranks: Sequence[Sequence[Any]], dtypes: list[str]) -> list[Any]:
-    """Return the mean over the ranks, for each of them; None counts as 0, and is the mean where no
-    rank has a number (S2.5).
+    """Return the mean over the ranks, once per rank; None counts as 0, and is the mean if no rank
+    has a gradient (S2.5).
     """
     means: list[Any] = []
     for column, dtype in zip(zip(*ranks, strict=True), dtypes, strict=True):
@@ -89,7 +89,7 @@ def averaged(ranks: Sequence[Sequence[Any]], dtypes: list[str]) -> list[Any]:
 
 @dataclass
 class InnerSGD:
-    """torch's SGD on every rank: ``b <- momentum*b + grad``, which begins as grad, then ``x <- x -
+    """torch's SGD on every rank: ``b <- momentum*b + grad``, starting with grad, then ``x <- x -
     lr*b``; b stays local.
     """
 
@@ -223,7 +223,7 @@ class DiLoCo:
             self._apply(applied, self._sent.pop(applied))
 
     def _mean_difference(self, p: int) -> Weights:
-        """Return D of a fragment, the mean over ranks of g - x, by parameter (S9.5)."""
+        """Return D of a fragment by parameter, the mean of g - x over ranks (S9.5)."""
         assert self.g is not None
         exchange = (
             full_precision(average=True)
@@ -244,7 +244,7 @@ class DiLoCo:
         return [found[place] for place in self.fragments[p]]
 
     def _apply(self, p: int, mean: Weights) -> None:
-        """Step the fragment's outer optimizer with D, and move every rank's weights (S9.4)."""
+        """Step the fragment's outer optimizer with D, and update every rank's weights (S9.4)."""
         assert self.g is not None
         if not all(np.isfinite(d).all() for d in mean):
             raise ArithmeticError(f"D of fragment {p} is not finite")
@@ -264,7 +264,7 @@ class DiLoCo:
 
 
 def mixed(x: Array, g: Array, mix: float, dtype: str) -> Array:
-    """Return the weights that are between x and g (S9.4)."""
+    """Return the mixture of x and g (S9.4)."""
     factor: Any = x.dtype.type
     if mix == 0:
         return stored(g, dtype)

@@ -14,12 +14,12 @@ import torch
 
 
 def num_samples(length: int, replicas: int, drop_last: bool) -> int:
-    """S7.1."""
+    """S7.1: the number of samples of a replica."""
     return length // replicas if drop_last else math.ceil(length / replicas)
 
 
 def noise_limit(complexities: list[Any], random_level: float) -> int:
-    """S7.2: noise is below it."""
+    """S7.2: the exclusive upper limit of the noise."""
     return int((max(complexities) - min(complexities)) * random_level + 1)
 
 
@@ -29,7 +29,9 @@ def indices(complexities: list[Any], replicas: int, rank: int, **options: Any) -
 
 
 class Draws:
-    """What torch's generator gives in an epoch, in order, and a record of it."""
+    """An epoch's random numbers from torch's generator, recorded in the order in which they are
+    drawn.
+    """
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -37,29 +39,29 @@ class Draws:
         self.permutations: list[int] = []
 
     def draw_noise(self, limit: int, length: int) -> list[int]:
-        """S7.2."""
+        """S7.2: draw the noise of each sample."""
         self.noise = torch.randint(limit, (length,), generator=self._generator).tolist()
         return self.noise
 
     def permutation(self, length: int) -> list[int]:
-        """S7.3, S7.7."""
+        """S7.3, S7.7: draw a permutation."""
         drawn: list[int] = torch.randperm(length, generator=self._generator).tolist()
         self.permutations += drawn
         return drawn
 
 
 class RecordedDraws(Draws):
-    """The numbers of a record, again."""
+    """The random numbers of a record, replayed."""
 
     def __init__(self, noise: list[int], permutations: list[int]) -> None:
         self.noise, self._rest = noise, iter(permutations)
 
     def draw_noise(self, limit: int, length: int) -> list[int]:
-        """Return the noise of the record."""
+        """Return the recorded noise."""
         return self.noise
 
     def permutation(self, length: int) -> list[int]:
-        """Return the next numbers of the record."""
+        """Return the next numbers of the recorded permutations."""
         return list(itertools.islice(self._rest, length))
 
 
@@ -77,7 +79,7 @@ def stretches_of(
     random_level: float,
     draws: Draws | None = None,
 ) -> list[list[list[Any]]]:
-    """Return each replica's items in each stretch: one for each (R, number drawn) of a history,
+    """Return each replica's items by stretch: one stretch for each (R, number drawn) of a history,
     then one for ``replicas`` (S7.6).
 
     Items are samples; with ``cut``, a batch_fn, they are batches (S7.4).
@@ -113,7 +115,7 @@ FORMULAS: dict[Any, Any] = {"m * h * h": lambda m, h: m * h * h}
 
 
 def batch_cost(costs: list[Any], batch: list[int], padded: Any) -> Any:
-    """S7.7.1."""
+    """S7.7.1: the cost of a batch."""
     if padded is False:
         total = 0.0
         for sample in batch:
@@ -183,8 +185,8 @@ def budget_stretches(
 def filled_batches(
     costs: list[Any], max_cost: Any, samples: list[int], padded: Any = False
 ) -> list[list[int]]:
-    """S7.7.2: samples in batches of at most ``max_cost``, unless one sample alone costs more; a
-    user's function may do so, too.
+    """S7.7.2: samples in batches of cost at most ``max_cost``, except a single sample that costs
+    more; user functions may exceed it, too.
     """
     batches: list[list[int]] = []
     for sample in samples:
@@ -197,7 +199,7 @@ def filled_batches(
 def equal_batches(
     batches_of_replicas: list[list[list[int]]], drop_last: bool
 ) -> list[list[list[int]]]:
-    """S7.4: the same number of batches for each replica."""
+    """S7.4: equal numbers of batches for all replicas."""
     counts = [len(batches) for batches in batches_of_replicas]
     if drop_last:
         return [batches[: min(counts)] for batches in batches_of_replicas]

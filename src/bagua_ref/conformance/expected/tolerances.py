@@ -26,7 +26,7 @@ _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A row of the table; made by `EXACT`, `ULP` and `SUM`.
+    """A row of the tolerance table; made by `EXACT`, `ULP` and `SUM`.
 
     Attributes:
         name: name in messages.
@@ -120,7 +120,7 @@ def where_equal(
 def _close(
     actual: Tensor, expected: Tensor, tolerance: Tolerance, magnitude: Tensor | float | None
 ) -> Tensor:
-    """Return where two float tensors are finite and within tolerance."""
+    """Return a mask of the elements of two float tensors that are finite and within tolerance."""
     finite = actual.isfinite() & expected.isfinite()
     near = torch.zeros_like(finite)
     if tolerance.ulps:
@@ -139,8 +139,8 @@ def _close(
 
 
 def places(x: Tensor) -> Tensor:
-    """Return each float's rank among all floats of its dtype: neighbours differ by 1, and so do -0
-    and +0.
+    """Return each float's position among all floats of its dtype: neighbours differ by 1, and so do
+    -0 and +0.
     """
     bits = x.contiguous().view(_INTEGER_OF_SIZE[x.element_size()]).long()
     lowest = -(2 ** (8 * x.element_size() - 1))

@@ -1,1 +1,1 @@
-"""Instruments of the checks: calls between canaries, scripts, simulated worlds, servers."""
+"""The harness of the checks: calls between canaries, scripts, simulated worlds, servers."""

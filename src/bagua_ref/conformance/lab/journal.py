@@ -1,5 +1,5 @@
-"""The call that a check is making: what it is, how long it takes, and in a worker a file that tells
-it after the worker's end.
+"""Crash log of a check: the running call and its time limit; in a worker, a file that survives the
+process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BETWEEN = 10.0
 
 
 class Journal:
-    """The current call of a check.
+    """Log of a check's running call, with a watchdog.
 
     Args:
         time_limit: time limit of a single call in seconds.
@@ -46,7 +46,7 @@ class Journal:
 
     @contextmanager
     def call(self, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Note that a call is running until the block ends; blocks may be nested, also by threads.
+        """Record a call as running until the block ends; blocks may be nested, also by threads.
 
         Args:
             name: what is called.
@@ -71,19 +71,21 @@ class Journal:
             self.mark()
 
     def mark(self) -> None:
-        """Note that the check goes on: the time limit begins anew."""
+        """Restart the time limit: the check has made progress."""
         limit = self._time_limit * (1.0 if self._running else _BETWEEN)
         self._deadline = time.monotonic() + limit
         if self._file is not None:
             faulthandler.dump_traceback_later(limit, exit=True, file=self._file)
 
     def overdue(self) -> str:
-        """Return what is said of the last call if its time limit is over; else nothing."""
+        """Return a message about the last call if it has exceeded the time limit, else an empty
+        string.
+        """
         over = time.monotonic() > self._deadline
         return _no_answer(self._last, self._time_limit) if over else ""
 
     def close(self) -> None:
-        """End the watchdog."""
+        """Stop the watchdog and close the file."""
         if self._file is not None:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.disable()
@@ -92,8 +94,8 @@ class Journal:
 
 
 def last_call(said: str, time_limit: float) -> tuple[str, str]:
-    """Return what the file of a worker that has ended says: how it ended, and the last call's
-    arguments, if they were recorded.
+    """Parse the file of a worker that has ended: a message on how it ended, and the last call's
+    arguments, if recorded.
     """
     noted, _, dumped = said.rpartition(_END)
     name, _, arguments = noted.partition("\n")

@@ -1,5 +1,4 @@
-"""One check's view of a target: its parts with their calls counted, worlds of ranks, and
-comparisons.
+"""Harness of one check: the target's parts with counted calls, worlds of ranks, and comparisons.
 
 Kernels are called between canaries: margins that show writes beside tensors.
 """
@@ -62,7 +61,7 @@ _KEPT = 4
 
 
 class Canary:
-    """A copy of a tensor, with the same shape and strides, between two margins in one storage.
+    """A copy of a tensor, of the same shape and strides, between two guard margins in one storage.
 
     Args:
         values: values of the copy.
@@ -91,8 +90,8 @@ class Canary:
         return self._storage.view(torch.uint8).cpu()
 
     def changes(self) -> tuple[list[int], list[int]]:
-        """Return the places in memory that were written since the last call of this: those of the
-        tensor's elements, and those beside them, relative to its start.
+        """Return the memory offsets written since the previous call: those of the tensor's
+        elements, and those outside of it, both relative to its start.
         """
         now, was = self._bytes(), self._was
         if torch.equal(now, was):
@@ -124,8 +123,8 @@ class KernelCall:
 
 
 class CountedPart:
-    """A part of a target, or a communicator that it makes: what checks fetch from it is counted as
-    a call.
+    """Proxy that counts calls of a target's part, or of a communicator made by it; each attribute
+    access counts as a call.
 
     Args:
         part: the part; the factory of communicators is called with a rank's world.
@@ -149,12 +148,12 @@ class CountedPart:
         return found
 
     def __call__(self, world: worlds.RankWorld) -> CountedPart:
-        """Return a rank's communicator."""
+        """Return a rank's communicator, its calls counted."""
         return CountedPart(self._part(world), self._name, self._count)
 
 
 class Lab:
-    """One check's view of a target.
+    """Harness of one check of a target.
 
     Args:
         target: the implementation under test.
@@ -193,7 +192,7 @@ class Lab:
         self.begin()
 
     def begin(self) -> None:
-        """Start to count calls and comparisons for the next input."""
+        """Start counting calls and comparisons for the next input."""
         # Hypothesis gives these generators the same state for each input, and would so let a fault
         # that depends on them appear always or never.
         self._inputs += 1
@@ -207,7 +206,7 @@ class Lab:
         self.messages: list[Any] = []
 
     def end(self) -> None:
-        """Raise `Violation` if anything that was returned has changed since it was compared."""
+        """Raise `Violation` if a returned tensor has changed since it was compared."""
         for where, now, then in self._seen:
             try:
                 assert_equal(now, then, EXACT)
@@ -218,8 +217,8 @@ class Lab:
 
     @property
     def calls(self) -> int:
-        """Number of calls that have reached the target for the current input; an adapter's own
-        refusals are none.
+        """Number of calls that reached the target for the current input; arguments rejected by an
+        adapter do not count.
         """
         return (
             self._calls if self.target.requests is None else self.target.requests() - self._requests
@@ -228,7 +227,7 @@ class Lab:
     # Inputs.
 
     def integer(self, least: int, most: int) -> int:
-        """Draw an integer from ``least`` to ``most``."""
+        """Draw an integer from ``least`` to ``most``, inclusive."""
         return int(self.draw(_strategies().integers(least, most)))
 
     def choice(self, values: Sequence[Any]) -> Any:
@@ -247,8 +246,8 @@ class Lab:
     # Parts.
 
     def part(self, name: str) -> Any:
-        """Return a part of the target whose calls are counted; without ``comm_ops`` or
-        ``algorithms`` of its own, it has the package's with its kernels.
+        """Return a part of the target, its calls counted; a target without ``comm_ops`` or
+        ``algorithms`` gets the package's with the target's kernels.
         """
         if name in self.target.parts:
             return CountedPart(self.target.parts[name], name, self._count)
@@ -258,7 +257,7 @@ class Lab:
 
     @functools.cached_property
     def kernels(self) -> Any:
-        """The target's kernels, for the package's own operations; their calls are counted."""
+        """The target's kernels, with counted calls, for the package's own operations."""
         counted = copy.copy(self.target.kernels)  # operations ask for a KernelBackend
         for name in KERNELS:
             vars(counted)[name] = functools.partial(
@@ -276,21 +275,21 @@ class Lab:
     # What the target's capabilities allow.
 
     def skip(self, reason: str) -> NoReturn:
-        """Leave the input out; a check that leaves all out is skipped for this reason."""
+        """Skip this input; a check that skips all of its inputs is reported as skipped for this
+        reason.
+        """
         self.reason = reason
         raise Skipped(reason)
 
     def world(self, worlds: Any) -> tuple[int, ...]:
-        """Draw the number of ranks on each node; reject worlds that are larger than the target's
-        capabilities allow.
-        """
+        """Draw the number of ranks on each node, within the target's capabilities."""
         nodes: tuple[int, ...] = self.draw(worlds)
         self.need_ranks(sum(nodes))
         return nodes
 
     def need_ranks(self, ranks: int) -> None:
-        """Leave the input out if the target's capabilities do not allow so many ranks; at first,
-        another one is drawn instead.
+        """Skip this input if the target does not support this number of ranks; the first time, draw
+        another input instead.
         """
         from hypothesis import reject
 
@@ -309,15 +308,13 @@ class Lab:
         reject()
 
     def need_dtypes(self, tensors: Iterable[Tensor]) -> None:
-        """Leave the input out if the target's capabilities exclude a dtype of one of these
-        tensors.
-        """
+        """Skip this input if the target does not support a dtype of one of these tensors."""
         for x in tensors:
             self.dtypes((str(x.dtype).removeprefix("torch."),))
 
     def dtypes(self, names: Sequence[str]) -> list[str]:
-        """Return those of the dtypes that the target's capabilities allow, to draw from; leave the
-        input out if there are none.
+        """Return the dtypes among ``names`` that the target supports; skip this input if there are
+        none.
         """
         allowed = [
             name for name in names if self.target.dtypes is None or name in self.target.dtypes
@@ -330,7 +327,7 @@ class Lab:
 
     @contextmanager
     def calling(self, what: str, **drawn: Any) -> Iterator[None]:
-        """Make calls of the target: any exception is a violation.
+        """Context for calls of the target: any exception is a violation.
 
         Args:
             what: what is called, for messages until the next call.
@@ -355,7 +352,7 @@ class Lab:
         record: bool = False,
         refusal: type[Exception] | tuple[()] = (),
     ) -> list[Any]:
-        """Return what ``part.method(world, *arguments, **options)`` returns on every rank of a
+        """Return the results of ``part.method(world, *arguments, **options)`` on the ranks of a
         simulated world.
 
         Args:
@@ -397,7 +394,7 @@ class Lab:
         program: Callable[[Any], Any],
         **drawn: Any,
     ) -> list[Any]:
-        """Return what a program returns on every rank with the target's communicator.
+        """Run a program on every rank with the target's communicator; return the results by rank.
 
         Args:
             what: what it calls, for messages.
@@ -417,8 +414,8 @@ class Lab:
     def call(
         self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()
     ) -> KernelCall:
-        """Call a kernel with copies of the arguments; raise `Violation` if it writes anything that
-        it must not.
+        """Call a kernel with copies of the arguments; raise `Violation` if it writes outside of its
+        outputs.
 
         Args:
             method: the kernel's name, or ``"CODEC.compress"`` or ``"CODEC.decompress"``.
@@ -466,7 +463,7 @@ class Lab:
         return call
 
     def _look_again(self) -> None:
-        """Raise `Violation` if a tensor of an earlier call of a kernel has changed since."""
+        """Raise `Violation` if a tensor of an earlier kernel call has changed since."""
         for call in self._kept:
             for name, made in call.canaries.items():
                 if any(any(canary.changes()) for canary in made):
@@ -485,7 +482,7 @@ class Lab:
         magnitude: Tensor | float | None = None,
         where: str = "",
     ) -> None:
-        """Raise `Violation` unless what the target returned equals what is expected.
+        """Raise `Violation` unless the target's result equals the expected one.
 
         Args:
             actual: what it returned.
@@ -540,8 +537,8 @@ class Lab:
         tolerance: Tolerance = EXACT,
         field: str = "",
     ) -> None:
-        """Raise `Violation` unless ``name`` equals ``expected`` after the call of a kernel;
-        messages say ``field`` in addition.
+        """Raise `Violation` unless argument or result ``name`` of a kernel call equals
+        ``expected``; messages also name ``field``.
         """
         actual, self.comparisons = call.results[name], self.comparisons + 1
         try:
@@ -554,8 +551,8 @@ class Lab:
             raise Violation(f"{call.method}: {shown}: {error}", self.script(call, line)) from None
 
     def script(self, call: KernelCall, *lines: str, comment: str = "") -> str:
-        """Return a script that repeats the call of a kernel, with a comment beside it, and ends
-        with ``lines``.
+        """Return a script that repeats a kernel call, with a comment beside it, and ends with
+        ``lines``.
         """
         codec, _, verb = call.method.rpartition(".")
         passed = (f"{name}={name}" if name in _KEYWORDS else name for name in call.arguments)
@@ -579,7 +576,7 @@ def _strategies() -> Any:
 
 
 def smallest(judge: Callable[[int, int], None], size: int) -> None:
-    """Judge all of an input; if results differ, raise the `Violation` of a part as small as
+    """Check an input; on a difference, raise the `Violation` of the smallest failing part that
     bisection finds, first of its end, then of its start.
 
     Args:

@@ -1,5 +1,5 @@
-"""A training in a simulated world, put together action by action with what each must return (S2,
-S5, S9 to S11).
+"""A training in a simulated world, built action by action with the expected results (S2, S5, S9 to
+S11).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STATE = {"memories": "a memory", "factors": "a factor"}
 
 @dataclass
 class Training:
-    """A training with one of the target's ``algorithms``, and what every rank must return.
+    """A training with one of the target's ``algorithms``, and the expected results of every rank.
 
     `step` and `look` add an action to every rank's program, and say what each rank must return for
     it; `run` trains and compares.
@@ -90,13 +90,11 @@ class Training:
         self._expected: list[tuple[list[list[Any]], Tolerance, str]] = []
 
     def layout(self) -> list[list[int]]:
-        """Return the places of the parameters in each bucket."""
+        """Return the parameter indices of each bucket."""
         return buckets([w.numel() for w in self.weights], self.dtypes, self.options["bucket_bytes"])
 
     def leaders(self) -> list[int] | None:
-        """Return the number of ranks on each node if node leaders communicate, None if all ranks
-        do.
-        """
+        """Return the number of ranks on each node if only node leaders communicate, else None."""
         return list(self.nodes) if self.options["hierarchical"] else None
 
     def of_buckets(
@@ -124,7 +122,7 @@ class Training:
         return found
 
     def flat(self, step: int, bucket: list[int]) -> list[Any]:
-        """Return every rank's gradients of a bucket, one after another, as `tensors` has them."""
+        """Return every rank's gradients of a bucket, concatenated, in the dtype of `tensors`."""
         parts = [[self.ravel(p, x) for x in self.tensors(step, p)] for p in bucket]
         return [np.concatenate(of_rank) for of_rank in zip(*parts, strict=True)]
 
@@ -135,8 +133,8 @@ class Training:
         return array(self._in_memory(place, x))
 
     def _in_memory(self, place: int, x: Any) -> Any:
-        """Return what is shaped like a parameter in the order of the parameter's memory, all else
-        as it is.
+        """Return a tensor with the parameter's shape flattened in memory order; return other values
+        unchanged.
         """
         w = self.weights[place]
         if not isinstance(x, Tensor) or x.shape != w.shape:
@@ -145,7 +143,7 @@ class Training:
         return x.permute(axes).reshape(-1)
 
     def by_place(self, flat: Any, bucket: list[int]) -> dict[int, Any]:
-        """Return each parameter's part of a bucket's numbers."""
+        """Split a bucket's numbers by parameter."""
         ends = np.cumsum([self.weights[place].numel() for place in bucket])[:-1]
         return dict(zip(bucket, np.split(flat, ends), strict=True))
 
@@ -160,7 +158,7 @@ class Training:
         ]
 
     def nearly(self) -> Tolerance:
-        """Return the tolerance of weights after the next step.
+        """Return the tolerance of the weights after the next step.
 
         Each sum over ranks may be rounded in another order, and the difference stays in the
         weights.
@@ -168,8 +166,8 @@ class Training:
         return EXACT if self.exact else SUM(8 * (self.taken + 2) * (self.n + 2))
 
     def tensors(self, step: int, place: int) -> list[Tensor]:
-        """Return every rank's gradient of a parameter, zero where it is not used, in the dtype of
-        the arithmetic.
+        """Return every rank's gradient of a parameter in the dtype of the arithmetic, zeros if
+        unused.
         """
         w = self.weights[place]
         return [rank[step].get(place, torch.zeros_like(w)).to(wide(w.dtype)) for rank in self.given]
@@ -181,7 +179,7 @@ class Training:
     def step(
         self, expected: Any = ANYTHING, tolerance: Tolerance = EXACT, how: str = "step"
     ) -> None:
-        """Let every rank take its next step.
+        """Add a step to every rank's program, with its expected results.
 
         Args:
             expected: by rank and parameter, what is returned: a tensor, array or list of numbers,
@@ -199,7 +197,9 @@ class Training:
         self._expect(how, expected, tolerance, f"{how} {self.taken}")
 
     def look(self, action: str, expected: Any = ANYTHING, tolerance: Tolerance = EXACT) -> None:
-        """Let every rank do something that is no step; arguments are those of `step`."""
+        """Add an action other than a step to every rank's program; arguments are those of
+        `step`.
+        """
         for program in self._programs:
             program.append((action,))
         self._expect(action, expected, tolerance, f"{action} after step {self.taken}")
@@ -209,8 +209,8 @@ class Training:
         self._expected.append(([] if expected is ANYTHING else expected, tolerance, where))
 
     def run(self, programs: list[list[Any]] | None = None) -> None:
-        """Train, and compare what every rank returns for each action; ``programs`` replace those of
-        `step` and `look`.
+        """Train, and compare the results of every action on every rank; ``programs`` replace those
+        of `step` and `look`.
         """
         inputs = self._programs if programs is None else programs
         given = {"weights": self.starts, "program": inputs}
@@ -226,8 +226,8 @@ class Training:
                     self.compare(rank, index, place, want, tolerance, largest[place], where)
 
     def _check_form(self, rank: int, actions: list[Any]) -> None:
-        """Raise `Violation` unless a rank returned a list of tensors like its weights for each of
-        its inputs.
+        """Raise `Violation` unless a rank's results have the expected form: a list of tensors like
+        its weights for each action.
 
         For ``("memories",)`` and ``("factors",)`` it may also return None for a weight; they have
         the dtype of the arithmetic, and factors are matrices.
@@ -254,7 +254,7 @@ class Training:
             raise self.lab.violation(f"{where}: {_form(found)} instead of a list of {length}")
 
     def _largest(self) -> list[float]:
-        """Return the largest finite number that is expected of each parameter, and 1 more."""
+        """Return 1 plus the largest expected finite magnitude of each parameter."""
         largest = [1.0] * len(self.weights)
         for expected, *_ in self._expected:
             for place, want in ((p, x) for rank in expected for p, x in enumerate(rank)):
@@ -274,8 +274,8 @@ class Training:
         magnitude: Tensor | float | None = None,
         where: str = "",
     ) -> None:
-        """Raise `Violation` unless a rank returned ``want`` for a parameter as entry ``index``;
-        numbers and arrays are in the order of the parameter's memory.
+        """Raise `Violation` unless entry ``index`` of a rank's results equals ``want`` for a
+        parameter; numbers and arrays are in the order of the parameter's memory.
         """
         if want is ANYTHING:
             return
@@ -291,7 +291,7 @@ class Training:
     # What a rank returned for an action after a step.
 
     def seen(self, action: str, rank: int, step: int, place: int) -> Any:
-        """Return what a rank returned."""
+        """Return a rank's result for a parameter, after an action at a step."""
         return self.results[rank][self.index[action, step]][place]
 
     def expect_seen(
@@ -304,8 +304,8 @@ class Training:
         magnitude: Tensor | float | None = None,
         why: str = "",
     ) -> None:
-        """Raise `Violation` unless every rank returned ``want``, or its own item if that is a
-        list.
+        """Raise `Violation` unless every rank's result equals ``want``, or its own item if that is
+        a list.
         """
         what = f"step {step}, {_STATE.get(action, 'the averaged gradient')}{', ' * bool(why)}{why}"
         for rank in range(self.n):
@@ -316,7 +316,7 @@ class Training:
 
 @dataclass(frozen=True)
 class TrainedAlgorithm:
-    """An algorithm of a target: how its trainings are drawn, and what they must give.
+    """An algorithm of a target: the strategies of its trainings, and their expected results.
 
     Where a value is drawn, a Hypothesis strategy may stand for it.
 
@@ -349,8 +349,8 @@ class TrainedAlgorithm:
     before: Callable[[int], dict[int, str]] = lambda steps: {}
 
     def train(self, lab: Lab, **given: Any) -> Training:
-        """Draw, train and compare; arguments replace attributes, and are the other attributes of
-        `Training`, and options.
+        """Draw a training, run it, and compare the results; arguments override attributes of this
+        object, of `Training`, or options.
         """
 
         def drawn(value: Any, *arguments: Any) -> Any:
@@ -391,7 +391,7 @@ class TrainedAlgorithm:
 
 
 def _form(value: Any) -> str:
-    """Return the form of what was returned, for messages."""
+    """Return the type and shape of a result, for messages."""
     if isinstance(value, Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     name = f"a {type(value).__name__}"

@@ -15,7 +15,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Skipped(Exception):  # noqa: N818 - no fault
-    """The target is not judged on an input."""
+    """An input cannot be used to judge the target."""
 
 
 class NotProvided(NotImplementedError, AttributeError):  # noqa: N818 - no fault
@@ -35,8 +35,8 @@ class Violation(AssertionError):  # noqa: N818 - a finding, not an error
         self.snippet = snippet
 
     def not_provided(self) -> bool:
-        """Return whether a NotImplementedError caused it, directly or by an error raised from it,
-        or by a failed assertion.
+        """Return whether the cause is a NotImplementedError: directly, through chained errors, or
+        through a failed assertion.
         """
         error: BaseException | None = self
         while error is not None and not isinstance(error, NotImplementedError):

@@ -55,7 +55,7 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """Whether it is a reason for the report not to be passed."""
+        """Whether this result makes the report fail."""
         return self.status in _FAILED
 
 
@@ -87,27 +87,27 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether something was tried and all of it came out as expected."""
+        """Whether at least one check ran, and all results were as expected."""
         counts = self.counts()
         return counts["passed"] + counts["xfailed"] > 0 and not self.failures()
 
     @property
     def ran(self) -> bool:
-        """Whether anything was tried at all."""
+        """Whether at least one check ran."""
         counts = self.counts()
         return sum(counts[status] for status in ("passed", "failed", "xfailed", "xpassed")) > 0
 
     def counts(self) -> Counter[str]:
-        """Return how many results there are of each status."""
+        """Return the number of results by status."""
         return Counter(result.status for result in self.results)
 
     def failures(self) -> list[Result]:
-        """Return what is the reason that `passed` is False."""
+        """Return the failing results."""
         return [result for result in self.results if result.failed]
 
     def causes(self) -> list[list[Result]]:
-        """Return the failures in groups, each of one cause: an error with the same message, or the
-        same check, for several dtypes.
+        """Group the failures by cause: errors with equal messages, or the same check for several
+        dtypes.
         """
         groups: dict[str, list[Result]] = {}
         for result in self.failures():
@@ -119,7 +119,7 @@ class Report:
         return list(groups.values())
 
     def not_tried(self) -> list[str]:
-        """Return the suites of which nothing was tried, as the target lacks their part."""
+        """Return the suites without any check run because the target lacks their part."""
         suites: dict[str, list[bool]] = {}
         for result in self.results:
             lacks = result.message.startswith(
@@ -129,9 +129,7 @@ class Report:
         return [suite for suite, lacks in suites.items() if all(lacks)]
 
     def __str__(self) -> str:
-        """Return the table, and each counterexample below it; the last lines sum up what was judged
-        and what was not.
-        """
+        """Return the table, each counterexample below it, and a summary in the last lines."""
         counts = self.counts()
         lines = [*self._table(), ""]
         for result, *others in self.causes():
@@ -157,7 +155,7 @@ class Report:
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
-        """Return a line for each clause and verdict, with the reason of those that are none."""
+        """Return a line for each clause and status, with the reasons of skipped results."""
         rows: dict[tuple[str, str, str], list[Result]] = {}
         for result in self.results:
             if result.status == "not covered":
@@ -229,7 +227,7 @@ def _clipped(script: str, width: int = 400, lines: int = 40) -> str:
 
 
 def _printable(text: str) -> str:
-    """Leave out what XML cannot hold."""
+    """Remove characters that are invalid in XML."""
     return "".join(
         character
         for character in text

@@ -59,7 +59,7 @@ Row = tuple[Check, str | None]
 
 @dataclass
 class NamedTarget:
-    """What the options of a command line name, which a worker can load, too.
+    """A target named by command-line options, which workers can load, too.
 
     Attributes:
         target: all parts of bagua_ref with this backend, or ``"pkg.mod:Class"``.
@@ -74,11 +74,11 @@ class NamedTarget:
     command: str | None = None
 
     def __post_init__(self) -> None:
-        """Remember what is loaded."""
+        """Initialize the cache of `load`."""
         self._loaded: Target | None = None
 
     def load(self, time_limit: float) -> Target:
-        """Return the target, which is made once; a program must start within the time limit.
+        """Return the target, loaded once; a program must start within the time limit.
 
         Raises:
             ValueError: not one of the four is given, or an unknown backend.
@@ -198,7 +198,7 @@ def run_conformance(
 
 @dataclass
 class CheckRun:
-    """What the checks of a run have in common.
+    """Settings and state shared by the checks of a run.
 
     Attributes:
         target: the implementation under test.
@@ -218,7 +218,7 @@ class CheckRun:
     worker: str = ""
 
     def __post_init__(self) -> None:
-        """Remember checks that hang."""
+        """Initialize the record of checks that hang."""
         self._hung: dict[str, str] = {}
 
     def judge(self, check: Check, dtype: str | None) -> Result:
@@ -241,8 +241,8 @@ class CheckRun:
         return _result((check, dtype), status, message, *found)
 
     def _ended(self, check: str) -> tuple[str, str]:
-        """Return for which dtype a check has ended its process or hung, as an id, and what is said
-        of it; empty if for none.
+        """Return the id of the check and dtype whose call ended the process or hung, and a message;
+        empty strings if there is none.
         """
         if self.folder is None:
             return "", self._hung.get(check, "")
@@ -280,7 +280,7 @@ class CheckRun:
 
 
 def _judge(plan: Sequence[Row], run: CheckRun, named: Any, jobs: int) -> Iterator[Result]:
-    """Yield the result of each row as it comes."""
+    """Yield the result of each row once it is known."""
     if not jobs:
         yield from (run.judge(*row) for row in plan)
         return
@@ -325,7 +325,7 @@ def check_ids(checks: Iterable[Check] | None = None) -> list[str]:
 
 
 def _whole(clause: str) -> str:
-    """Return the clause of which this one is a part: S4 of S4.1."""
+    """Return the clause that contains this one: S4 for S4.1."""
     return clause.partition(".")[0]
 
 
@@ -360,7 +360,7 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
 
 
 def _lack(target: Target, owner: str, names: Sequence[str]) -> str:
-    """Return that a target, or its part, or a program does not have what a check needs."""
+    """Return a message: the target, its part, or a program lacks these names."""
     if target.requests is None:
         return f"the {owner} has no {', '.join(names)}"
     # as the protocol calls them
@@ -369,8 +369,8 @@ def _lack(target: Target, owner: str, names: Sequence[str]) -> str:
 
 
 def _lacking(target: Target, dtype: str | None) -> str:
-    """Return what the target's kernels lack of what the package's own operations need; empty if
-    nothing.
+    """Return a message about kernels that the package's own operations need and the target lacks;
+    empty if it lacks none.
     """
     codecs, dtypes = getattr(target.kernels, "codecs", {}), target.dtypes
     names = [name for name in KERNELS if not hasattr(target.kernels, name)] + ["MinMaxUInt8"] * (
@@ -389,9 +389,7 @@ def _lacking(target: Target, dtype: str | None) -> str:
 
 
 def _has(part: Any, name: str) -> bool:
-    """Return whether a part has an attribute, which may be one of its classes'
-    (``Class.method``).
-    """
+    """Return whether a part has an attribute, or one of its classes has it (``Class.method``)."""
     try:
         attrgetter(name)(part)
     except AttributeError:
@@ -400,7 +398,7 @@ def _has(part: Any, name: str) -> bool:
 
 
 def verdict(outcome: Outcome, known_failure: bool) -> tuple[str, str]:
-    """Return the status of an outcome, as in a report, and the message."""
+    """Return the status of an outcome, as used in reports, and the message."""
     if outcome.skipped:
         return "skipped", outcome.skipped
     if outcome.message:
@@ -433,7 +431,7 @@ def read_xfails(path: Path) -> tuple[str, ...]:
 
 
 def select(suites: Sequence[str] | None = None, checks: Sequence[str] | None = None) -> list[Row]:
-    """Return checks with their dtypes.
+    """Return the selected checks with their dtypes.
 
     Args:
         suites: names in `SUITES`; None: all.
@@ -459,7 +457,7 @@ def select(suites: Sequence[str] | None = None, checks: Sequence[str] | None = N
 
 
 def default_jobs(target: Target) -> int:
-    """Return the number of workers for a target if none is asked for."""
+    """Return the default number of workers for a target."""
     return 1 if target.external else min(MOST_JOBS, max(1, os.cpu_count() or 1))
 
 

@@ -127,7 +127,7 @@ def search(
 
 @dataclass
 class _Attempts:
-    """The outcomes of inputs in the order in which they were tried; rejected inputs do not count.
+    """The outcomes of inputs in the order of the attempts; rejected inputs do not count.
 
     Attributes:
         outcomes: None for each input without a violation.
@@ -142,7 +142,8 @@ class _Attempts:
     not_provided: str = ""
 
     def reason_to_skip(self, left_out: str, unreached: str) -> str:
-        """Return why the target is not judged although no input was a violation; empty if it is.
+        """Return the reason for skipping a check without violations; empty if the target was
+        judged.
 
         Args:
             left_out: why inputs were left out.
@@ -164,8 +165,8 @@ class _Attempts:
         return passed.index(False) + 1 if False in passed else len(passed)
 
     def difference(self) -> tuple[str, str]:
-        """Return message and snippet about the last input, which Hypothesis tried again, with
-        another outcome.
+        """Return a message and a snippet about an input whose outcome differed when Hypothesis
+        repeated it.
         """
         failures = [outcome for outcome in self.outcomes if outcome is not None]
         if not failures:

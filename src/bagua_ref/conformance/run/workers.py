@@ -31,7 +31,9 @@ class Workers:
         self._printed, self._code = "", 0
 
     def results(self) -> Iterator[dict[str, Any]]:
-        """Yield each result as it comes: a `Result`, or what a worker's file says after its end."""
+        """Yield each result once it is known: a `Result`, or the contents of a crashed worker's
+        file.
+        """
         with tempfile.TemporaryDirectory(prefix="bagua_ref-") as name:
             folder = Path(name)
             xfails, printed, tests = folder / "xfails", folder / "printed", folder / "tests"
@@ -78,6 +80,8 @@ class Workers:
                     self._printed = printed.read_text(encoding="utf-8", errors="replace")
 
     def error(self) -> str:
-        """Return what is known when results are missing, after `results` has ended."""
+        """Return an explanation of missing results, after `results` has ended: pytest's exit code
+        and last lines.
+        """
         last = self._printed.strip().splitlines()[-20:]
         return "\n".join([f"pytest has ended with exit code {self._code}", *last])

@@ -34,7 +34,7 @@ _KERNELS = sorted(name.strip("_") for name in KernelBackend.__abstractmethods__)
 
 @dataclass
 class ProcessTarget:
-    """A target whose parts are in another program, which says what it has.
+    """A target implemented by another program, which declares its parts.
 
     The program's processes end at `end`, when Python collects the target, or with this process.
     Arguments are checked here, by the base classes, so that it gets valid ones only.
@@ -53,7 +53,7 @@ class ProcessTarget:
     cannot_be_asked = ("samplers",)
 
     def __post_init__(self) -> None:
-        """Ask the program what it has."""
+        """Start the program and ask for its parts."""
         self._folder, self._lock = tempfile.mkdtemp(prefix="bagua_ref-"), threading.Lock()
         self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._single, self._world, self._number = self._start(), None, 0
@@ -89,18 +89,20 @@ class ProcessTarget:
         return self._single.ask(call, *tensors, **members)
 
     def end(self) -> None:
-        """End the program's processes, and remove their files; no call may follow."""
+        """Terminate the program's processes, and remove their files; the target is unusable
+        afterwards.
+        """
         for program in (self._single, *self._ranks):
             program.end()
         self._remove()
 
     def requests(self) -> int:
-        """Return how many requests this process has sent to programs."""
+        """Return the number of requests that this process has sent to programs."""
         return Program.sent
 
     def _join(self, world: RankWorld) -> Communicator:
-        """Return a rank's communicator: of a process that is this rank of one world after another,
-        unless a rank of an earlier world still waits.
+        """Return a rank's communicator. Its process is reused by the same rank of later worlds,
+        unless a rank of an earlier world is still waiting.
         """
         with self._lock:
             if world.store is not self._world:
@@ -122,8 +124,8 @@ class ProcessTarget:
 
 
 def _collective(call: str) -> Callable[..., None]:
-    """Return a communicator's method that sends its first tensor and receives its last, where the
-    rank has them.
+    """Return a communicator's method that sends its first tensor argument and receives its last, on
+    the ranks that have them.
     """
 
     def method(self: _ProcessCommunicator, *arguments: Any) -> None:
@@ -154,7 +156,7 @@ class _ProcessCommunicator(Communicator):
         program.ask("world", rank=world.rank, nranks=world.world_size, nodes=nodes, folder=folder)
 
     def abort(self, reason: str = "") -> None:
-        """End the rank's process."""
+        """Terminate the rank's process."""
         self._program.end()
 
     def barrier(self) -> None:
@@ -188,8 +190,8 @@ def _size(x: Tensor) -> dict[str, Any]:
 
 
 def _in_place(name: str) -> Callable[..., None]:
-    """Return a kernel that changes its first argument by a request, where that is called x and the
-    others have their own names.
+    """Return a kernel that requests an in-place change of its first argument, called x in the
+    request; the others keep their names.
     """
     _, _, *names = inspect.signature(getattr(KernelBackend, name)).parameters
 
@@ -202,7 +204,7 @@ def _in_place(name: str) -> Callable[..., None]:
 
 
 class _Backend(KernelBackend):
-    """Every kernel as a request; `_IN_PLACE` has the others."""
+    """A backend whose kernels are requests; `_IN_PLACE` has the others."""
 
     name = "process"
 
@@ -236,8 +238,8 @@ def _numbered(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _kernels(ask: Any, names: Sequence[str], codecs: Sequence[str]) -> Any:
-    """Return a backend, or the kernels and codecs of a program that does not have all; None: it has
-    none.
+    """Return a backend; for a program that lacks some kernels, only its kernels and codecs; None if
+    it has none.
     """
     made = {name: type(name, (_ProcessCodec,), {"name": name, "ask": ask}) for name in codecs}
     backend = _backend(ask, made)
@@ -249,7 +251,7 @@ def _kernels(ask: Any, names: Sequence[str], codecs: Sequence[str]) -> Any:
 
 
 class _ProcessCodec(Codec):
-    """A codec whose work is done by requests."""
+    """A codec whose methods are requests."""
 
     ask: Any
 
@@ -257,7 +259,7 @@ class _ProcessCodec(Codec):
         super().__init__(_backend(self.ask, {}))
 
     def payload_bytes(self, c: int, dtype: torch.dtype) -> int:
-        """Return what the program says, which must be a whole number."""
+        """Return the size reported by the program, a non-negative int."""
         kind = name_of(dtype)
         said, _ = self.ask("payload_bytes", codec=self.name, num_elements=c, dtype=kind)
         value = said.get("value")

@@ -30,12 +30,12 @@ DTYPES = {name_of(dtype): dtype for dtype in CODES if dtype is not torch.uint64}
 
 
 class ProgramError(RuntimeError):
-    """A program under test broke the protocol, answered with an error, or ended."""
+    """A program under test violated the protocol, answered with an error, or ended."""
 
 
 class Program:
-    """A process of a program, which is killed with this object or its process at the latest; if that
-    is killed, the program sees its input end.
+    """A process of a program under test; it is killed with this object or with its parent process.
+    If the parent is killed, the program sees end-of-file on its input.
 
     Args:
         command: the program and its arguments, in the shell's syntax; no shell runs it.
@@ -76,7 +76,7 @@ class Program:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered, or never will be."""
+        """Whether a request is in progress, or the connection is broken."""
         return self.broken or self._lock.locked()
 
     def ask(
@@ -87,7 +87,7 @@ class Program:
         of_world: int = 0,
         **members: Any,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the members and the tensors with which the program answers a request.
+        """Send a request; return the members and the tensors of the answer.
 
         Args:
             call: what is asked.

@@ -32,9 +32,9 @@ _Make = Callable[[list[torch.nn.Parameter]], "tuple[torch.optim.Optimizer, Algor
 
 
 class ReferenceAlgorithms:
-    """The interface of a target's ``algorithms``: for each registered algorithm a method of its
-    name (``async_model_average`` for "async") that trains, called on every rank of a simulated
-    world; see `train`.
+    """The interface of a target's ``algorithms``: one training method per registered algorithm,
+    named after it (``async_model_average`` for "async"), called on every rank of a simulated world;
+    see `train`.
 
     Threads, locks and sleeps are those of `bagua_ref.runtime.current_world()`: ranks share one
     process.
@@ -69,7 +69,8 @@ class ReferenceAlgorithms:
         shows_gradients: bool = False,
         **options: Any,
     ) -> list[list[Any]]:
-        """Train by actions in order; return for each what it says, or this rank's weights after it.
+        """Train by actions in order; return the result of each, by default this rank's weights
+        after it.
 
         Args:
             algorithm: its registered name.
@@ -112,7 +113,7 @@ class ReferenceAlgorithms:
     def buckets(
         self, world: RankWorld, weights: list[Tensor], *, bucket_bytes: int
     ) -> list[list[int]]:
-        """Return the places of the weights in each bucket (S2.1)."""
+        """Return the parameter indices of each bucket (S2.1)."""
         module = _Training(
             self,
             weights,
@@ -139,8 +140,8 @@ class GivenGradients(torch.nn.Module):
         self.weights = torch.nn.ParameterList(weights)
 
     def forward(self, given: Gradients) -> Tensor:
-        """Return a sum whose backward accumulates the gradients in the given order: autograd begins
-        with the last term.
+        """Return a sum whose backward accumulates the gradients in the order of ``given``: autograd
+        begins with the last term.
         """
         total = torch.zeros((), dtype=torch.float64)
         for place, gradient in reversed(given.items()):
@@ -149,8 +150,8 @@ class GivenGradients(torch.nn.Module):
 
 
 class _Training:
-    """One rank's training, with a method for each action; one that returns None returns what it
-    leaves.
+    """One rank's training, with a method for each action; the result of one that returns None is
+    the weights.
 
     Args:
         algorithms: gives kernels, device and storage.
@@ -179,7 +180,9 @@ class _Training:
         wrap(self.module, [self._optimizer], algorithm, None, options)
 
     def _step(self, given: Gradients, seconds: float = 0.0) -> list[Tensor] | None:
-        """Take a step; return the weights after its forward and a sleep, if there is one."""
+        """Take a step; if ``seconds`` is set, sleep after the forward pass and return the weights
+        at that time.
+        """
         self._optimizer.zero_grad()
         loss = self.module(
             {place: gradient.to(self._of.device) for place, gradient in given.items()}
@@ -228,7 +231,7 @@ class _Training:
             part.load_state_dict(state)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that the weights have now, 0 for those without."""
+        """Return the current gradients of the weights, 0 for missing ones."""
         return [torch.zeros_like(w) if w.grad is None else w.grad for w in self.module.weights]
 
     _gradients = gradients

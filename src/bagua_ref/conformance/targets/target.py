@@ -1,5 +1,5 @@
 """Targets: a backend's name, a KernelBackend, or any object with some of the parts that suites
-check; and long inputs for them.
+check; and sizes of long inputs for them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONG = (2**17 + TAIL,)
 
 @dataclass
 class Target:
-    """The parts of a target.
+    """A target, resolved into its parts.
 
     Attributes:
         name: name for reports.
@@ -64,9 +64,7 @@ class Target:
         return self.parts.get("kernels")
 
     def codec(self, name: str) -> Any:
-        """Return a codec of its kernels, which have a mapping ``codecs``: name -> a class that is
-        called with the kernels.
-        """
+        """Return a codec, made from the kernels' mapping ``codecs`` of names to factories."""
         return self.kernels.codecs[name](self.kernels)
 
 
@@ -144,7 +142,9 @@ def load(path: str) -> Any:
 
 
 def _setup(target: Any) -> list[str]:
-    """Return lines that create ``kernels``: a backend of this name, or an object like this one."""
+    """Return lines of Python that create ``kernels``: a backend of this name, or an object like
+    this one.
+    """
     if isinstance(target, str):
         return ["from bagua_ref.backends import get_backend", f"kernels = get_backend({target!r})"]
     kind = type(target)
@@ -157,7 +157,7 @@ def _setup(target: Any) -> list[str]:
 
 
 def capabilities_of(part: Any) -> dict[str, Any]:
-    """Return what a target, its kernels or its factory of communicators say that they can, as
+    """Return the ``capabilities`` of a target, its kernels or its factory of communicators, as
     fields of `Target`.
     """
     said = getattr(part, "capabilities", None)
@@ -202,8 +202,8 @@ def _device(kernels: Any) -> torch.device:
 
 
 def sizes_beyond(tile_sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return sizes that end `TAIL` elements beyond a tile: those that a target declares, and powers
-    of two up to 2^20.
+    """Return sizes that end `TAIL` elements beyond a tile: declared tile sizes, and powers of two
+    up to 2^20.
 
     >>> sizes_beyond([1000])[3:6]
     (519, 1007, 1031)

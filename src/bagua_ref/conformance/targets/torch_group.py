@@ -39,7 +39,7 @@ class TorchGroup(Communicator):
         self._group = group
 
     def abort(self, reason: str = "") -> None:
-        """Release the group."""
+        """Abort the group."""
         self._group = None
 
     def barrier(self) -> None:

@@ -1,5 +1,5 @@
-"""Export of golden vectors to files, and comparison of outputs with them: a verdict for each case, and
-a problem for each file and tensor that belongs to no case.
+"""Export of golden vectors to files, and comparison of outputs with them: a verdict for each case,
+and a problem for each file or tensor that belongs to no case.
 
 Exported files have the same bytes on every machine: tensors, and a manifest, JSON that lists every
 file and case.
@@ -33,11 +33,11 @@ from bagua_ref.conformance.targets.process_link import Program, ProgramError
 
 
 class VectorsError(Exception):
-    """The vectors cannot be written, or outputs cannot be compared with them."""
+    """Vectors cannot be written, or outputs cannot be compared with them."""
 
 
 def export_vectors(directory: Path) -> int:
-    """Write all cases to a folder; return how many there are.
+    """Write all cases to a folder; return their number.
 
     For each suite there are ``SUITE.inputs.safetensors`` and ``SUITE.expected.safetensors``, and for
     all the manifest and its JSON schema.
@@ -88,7 +88,7 @@ def export_vectors(directory: Path) -> int:
 
 
 def _manifest(files: list[dict[str, Any]], entries: list[dict[str, Any]]) -> str:
-    """Return the manifest with a line for each file and case, so that changes are readable."""
+    """Return the manifest as JSON with one line per file and case, for readable diffs."""
     head = {
         "format": "bagua_ref golden vectors",
         "vectors_version": VECTORS_VERSION,
@@ -183,8 +183,8 @@ def check_outputs(outputs: Path, *, only: Collection[Collection[str]] = ()) -> V
 def check_program(
     command: str, *, only: Collection[Collection[str]] = (), seconds: float = 60.0
 ) -> VectorsReport:
-    """Ask a program for the outputs of each case, and compare them likewise. What it answers with an
-    error is missing.
+    """Ask a program for the outputs of each case, and compare them in the same way. Outputs that it
+    answers with an error count as missing.
 
     Args:
         command: the program and its arguments, which answers requests; their ``call`` is a case's
@@ -234,7 +234,7 @@ def _select(only: Collection[Collection[str]]) -> tuple[list[Case], set[str]]:
 
 
 def _read_outputs(outputs: Path) -> tuple[dict[str, tuple[str, Tensor]], dict[str, str]]:
-    """Return tensors by name, each with its file, and problems."""
+    """Return tensors by name, each with its file, and a list of problems."""
     found: dict[str, tuple[str, Tensor]] = {}
     problems: dict[str, str] = {}
     try:
@@ -258,7 +258,7 @@ def _read_outputs(outputs: Path) -> tuple[dict[str, tuple[str, Tensor]], dict[st
 
 
 def _judge(case: Case, found: Mapping[str, Tensor | None]) -> Verdict:
-    """Compare a case's outputs with those found, by name."""
+    """Compare a case's outputs with the actual ones, by name."""
     missing, wrong = [], []
     for name, expected in case.outputs.items():
         actual = found.get(name)
@@ -277,7 +277,7 @@ def _judge(case: Case, found: Mapping[str, Tensor | None]) -> Verdict:
 
 
 def _tolerance(name: str) -> Tolerance:
-    """Return the tolerance of this name.
+    """Return the tolerance with this name.
 
     >>> _tolerance("ULP(4)")
     Tolerance(name='ULP(4)', ulps=4, epsilons=0)

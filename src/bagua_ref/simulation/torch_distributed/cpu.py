@@ -1,4 +1,6 @@
-"""Programs written for GPUs on simulated ranks, which compute on the CPU: ``bagua-ref sim --cpu``."""
+"""Programs written for GPUs on simulated ranks, which compute on the CPU: ``bagua-ref sim
+--cpu``.
+"""
 
 from __future__ import annotations
 
