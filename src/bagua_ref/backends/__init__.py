@@ -1,4 +1,4 @@
-"""The registry of kernel backends, the choice of a backend, and its codecs.
+"""Registry of kernel backends and their codecs, and selection of a backend.
 
 The choice follows this order: the argument ``backend=``; `use_backend`; the environment variable
 BAGUA_REF_BACKEND; ``"cuda"`` for CUDA tensors if it can run; else ``"reference"``. If a backend
@@ -53,7 +53,7 @@ _in_context: ContextVar[use_backend | None] = ContextVar("bagua_ref_backend", de
 
 
 def register_backend(name: str, target: str, *, hint: str = "") -> None:
-    """Register a backend under a name; it is not imported until it is needed.
+    """Register a backend under a name; its module is imported at first use.
 
     Args:
         name: its name for `get_backend`.
@@ -82,7 +82,7 @@ def register_backend(name: str, target: str, *, hint: str = "") -> None:
 
 
 def get_codec(name: str, backend: str | KernelBackend | None = None) -> Codec:
-    """Return a codec.
+    """Return a codec by name.
 
     Args:
         name: one of `list_codecs`.
@@ -137,7 +137,7 @@ def is_codec(name: object) -> bool:
 def get_backend(
     backend: str | KernelBackend | None = None, device: torch.device | str | None = None
 ) -> KernelBackend:
-    """Return the backend to use.
+    """Return a kernel backend: the named one, or the default.
 
     Args:
         backend: a name, or a backend, which is returned unchanged; None: the choice of
@@ -173,7 +173,7 @@ def get_backend(
 
 
 class use_backend:  # noqa: N801 - reads as the verb it is
-    """Choose the backend that is used where none is given as an argument.
+    """Set the default kernel backend, for the process or inside a ``with`` block.
 
     Called as a function, the choice is valid for the whole process until the next call. As a
     context manager, it is valid inside the block only, for this thread and the threads that a
@@ -213,8 +213,7 @@ class use_backend:  # noqa: N801 - reads as the verb it is
 
 
 def available_backends() -> dict[str, str | None]:
-    """Return the name of every registered backend with the reason that it cannot run here, None if
-    it can.
+    """Map the name of every registered backend to the reason why it cannot run here, or None.
 
     This imports all of them.
 
@@ -232,8 +231,8 @@ def available_backends() -> dict[str, str | None]:
 
 
 def _installed() -> dict[str, _Registration]:
-    """Return the backends that other packages register as entry points; this reads a file of every
-    installed package.
+    """Return backends registered by other packages as entry points; reads a file of every installed
+    package.
     """
     return {
         point.name: _Registration(
@@ -245,7 +244,7 @@ def _installed() -> dict[str, _Registration]:
 
 
 def _load(name: str, asked: str) -> KernelBackend:
-    """Return the only instance of a backend; ``asked`` is the user's choice as messages show it."""
+    """Return the single instance of a backend; ``asked`` is the user's choice, for messages."""
     instance = _instances.get(name)
     if instance is not None:
         return instance

@@ -67,7 +67,7 @@ class KernelBackend(ABC):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """Return the reason that this backend cannot run on this machine, None if it can."""
+        """Return the reason why this backend cannot run on this machine, or None."""
         return None
 
     def __repr__(self) -> str:
@@ -229,7 +229,7 @@ class KernelBackend(ABC):
         self._gather_flat(tensors, out)
 
     def scatter_flat(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copy flat's elements into the tensors: the inverse of `gather_flat` (S2.3).
+        """Copy the elements of flat into the tensors: the inverse of `gather_flat` (S2.3).
 
         Args:
             flat: a tensor of any dtype; unchanged.

@@ -1,5 +1,5 @@
-"""Chunks of tensors and the bytes of their largest elements, for a chunked sparse exchange (S15.1 to
-S15.3).
+"""Chunks of tensors, and the encoding of their largest elements for a chunked sparse exchange
+(S15.1 to S15.3).
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Chunks:
         self.count, self.numel = math.prod(self._blocks), h * w
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return the chunks of ``x``, of any strides, K x m."""
+        """Split ``x``, of any strides, into a K x m tensor of chunks."""
         leading, down, across = self._blocks
         h, w = self.sides
         blocks = x.reshape(leading, down, h, across, w).transpose(2, 3)
         return blocks.reshape(self.count, self.numel)
 
     def join(self, chunks: Tensor) -> Tensor:
-        """Return the tensor, row-major, of these chunks, K x m."""
+        """Merge chunks, K x m, into the row-major tensor."""
         leading, down, across = self._blocks
         blocks = chunks.view(leading, down, across, *self.sides).transpose(2, 3)
         return blocks.reshape(self._shape)
@@ -93,12 +93,12 @@ def largest_of_rows(x: Tensor, k: int) -> Tensor:
 
 
 def packed_bytes(count: int) -> int:
-    """Return the bytes of this many indices."""
+    """Return the size in bytes of this many packed indices."""
     return -(-3 * -(-count // 2) // 4) * 4
 
 
 def pack_indices(indices: Tensor) -> Tensor:
-    """Return indices below 4096 as bytes, 12 bits each, with zeros to a multiple of 4 (S15.3).
+    """Pack indices below 4096 into 12 bits each, zero-padded to a multiple of 4 bytes (S15.3).
 
     >>> pack_indices(torch.tensor([0x123, 0xABC, 0x456])).tolist()
     [35, 193, 171, 86, 4, 0, 0, 0]
@@ -109,14 +109,14 @@ def pack_indices(indices: Tensor) -> Tensor:
 
 
 def unpack_indices(packed: Tensor, count: int) -> Tensor:
-    """Return the first ``count`` indices of bytes that `pack_indices` returned."""
+    """Return the first ``count`` indices packed by `pack_indices`."""
     a, b, c = packed[: 3 * -(-count // 2)].long().view(-1, 3).unbind(1)
     return torch.stack([a | (b & 15) << 8, b >> 4 | c << 4], dim=1).view(-1)[:count]
 
 
 class Stat2(Codec):
-    """Two bits per value: three levels around the mean, from the standard deviation, and a code for
-    values of 0 (S15.3).
+    """Two bits per value: three levels around the mean, derived from the standard deviation, and a
+    code for zero (S15.3).
 
     The payload of a chunk of c values::
 
@@ -167,7 +167,9 @@ class Stat2(Codec):
 
 
 def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return shift and levels, four float32, and the code of each value of a chunk, uint8."""
+    """Quantize a chunk: return the shift and three levels as four float32, and the uint8 code of
+    each value.
+    """
     levels, codes = torch.zeros(4, device=x.device), torch.zeros_like(x, dtype=torch.uint8)
     filled = x != 0
     v = x[filled]
@@ -197,7 +199,7 @@ def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sums(x: Tensor, groups: Tensor, count: int, squared: bool = False) -> list[float]:
-    """Return the exact sum of each group of x, or of their squares, rounded to float64 once.
+    """Return the exact sum per group of x, or of its squares, rounded once to float64.
 
     Args:
         x: float32 and finite, fewer than 2^39 elements.
@@ -222,7 +224,8 @@ def _sums(x: Tensor, groups: Tensor, count: int, squared: bool = False) -> list[
 
 
 class ChunkCoder:
-    """The part of a message that holds the largest elements of a tensor's chunks (S15.2, S15.3).
+    """Encoder and decoder of one tensor's part of a message: the largest elements of its chunks
+    (S15.2, S15.3).
 
     A kernel backend may have a faster one; see `bagua_ref.backends.KernelBackend.chunk_coder`.
 
@@ -244,7 +247,7 @@ class ChunkCoder:
         self.nbytes = self._head + values if self.count else 0  # no header of a codec
 
     def encode(self, y: Tensor) -> Tensor:
-        """Encode a tensor's chunks, float32 of shape (K, m), as its message."""
+        """Encode a tensor's chunks, float32 of shape (K, m), as its part of the message."""
         if not self.count:
             return y.new_empty(0, dtype=torch.uint8)
         indices = y.new_empty(0, dtype=torch.uint8)
@@ -256,8 +259,8 @@ class ChunkCoder:
         return torch.cat([indices, coded])
 
     def add_decoded(self, sent: Tensor, total: Tensor, counts: Tensor | None = None) -> None:
-        """Add the values that `encode` has sent to ``total``, K*m elements, each at its place; to
-        ``counts`` 1 where they are not 0.
+        """Decode a part of a message and add its values to ``total``, K*m elements; add 1 to
+        ``counts`` for each value that is not 0.
         """
         if not self.count:
             return

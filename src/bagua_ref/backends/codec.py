@@ -1,5 +1,5 @@
-"""The contract of a codec, which compresses equal chunks of a flat tensor to bytes, and the
-built-in formats (S4, S12).
+"""The contract of codecs, which compress equal chunks of a flat tensor to bytes, and the built-in
+formats (S4, S12).
 
 The public methods check arguments, so that all codecs raise the same errors. A codec implements the
 methods with a leading underscore, and `payload_bytes`; backends implement the built-in formats.
@@ -46,14 +46,14 @@ HEADER_BYTES = 32
 
 
 class Kernels(Protocol):
-    """The part of a `bagua_ref.backends.KernelBackend` that the checks need."""
+    """Protocol of the `bagua_ref.backends.KernelBackend` attributes that validation needs."""
 
     name: ClassVar[str]
     device_types: ClassVar[tuple[str, ...] | None]
 
 
 class Codec(ABC):
-    """A format of payloads, and one backend's implementation of it.
+    """A payload format, as implemented by one backend.
 
     Tensors are 1-D and contiguous, on one device; they may be empty. Payloads are uint8,
     ``num_chunks`` blocks of equal size. A chunk of c elements has the same block whatever the other
@@ -130,7 +130,7 @@ class Codec(ABC):
         self, x: Tensor, num_chunks: int, target_chunk: int | None = None, *, out: Tensor
     ) -> Iterator[int]:
         """Run `compress` step by step, so that the first bytes of each block can be sent while
-        later ones are computed.
+        later ones are being computed.
 
         Yields:
             The number of leading bytes of each block that are final, never fewer than before; at
@@ -149,8 +149,7 @@ class Codec(ABC):
         )
 
     def decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        """out <- the numbers of a payload; those beyond the range of out's dtype become its
-        largest, with their sign (S4.3).
+        """out <- the decoded values of a payload, saturated at the range of out's dtype (S4.3).
 
         Args:
             payload: of `compress`, for the same number of elements, dtype and chunks, or of any
@@ -164,7 +163,7 @@ class Codec(ABC):
 
     def decompress_in_steps(self, payload: Tensor, num_chunks: int, out: Tensor) -> Iterator[int]:
         """Run `decompress` step by step, so that the first bytes of each block can be decompressed
-        while later ones arrive.
+        while later ones are arriving.
 
         Yields:
             The number of leading bytes of each block that the next step reads, never fewer than
@@ -181,24 +180,24 @@ class Codec(ABC):
 
     @abstractmethod
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
-        """Write one block of out, or all; the arguments are valid."""
+        """Implement `compress`: fill one block of out, or all, from validated arguments."""
 
     @abstractmethod
     def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        """Write out; the arguments are valid."""
+        """Implement `decompress`: fill out, from validated arguments."""
 
     def _compress_in_steps(
         self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
     ) -> Iterator[int]:
-        """As `compress_in_steps`, whose arguments are valid; a codec that cannot compress in part
-        takes one step.
+        """Implement `compress_in_steps` for validated arguments; the default compresses in a single
+        step.
         """
         self._compress(x, num_chunks, target_chunk, out)
         yield out.numel() // num_chunks
 
     def _decompress_in_steps(self, payload: Tensor, num_chunks: int, out: Tensor) -> Iterator[int]:
-        """As `decompress_in_steps`, whose arguments are valid; a codec that cannot decompress in
-        part takes one step.
+        """Implement `decompress_in_steps` for validated arguments; the default decompresses in a
+        single step.
         """
         yield payload.numel() // num_chunks
         self._decompress(payload, num_chunks, out)
@@ -222,8 +221,8 @@ class Codec(ABC):
         payload: Tensor | None,
         target_chunk: int | None = None,
     ) -> int:
-        """Check elements, their chunks and their payload, unless it is yet to be made; return the
-        payload's bytes.
+        """Validate the elements, the number of chunks and, if there is one, the payload; return the
+        payload's size in bytes.
         """
         check_flat(x_name, x, COMPRESSIBLE, self.kernels)
         size = num_chunks * self.payload_bytes(
@@ -319,7 +318,7 @@ class Microscaling(Codec):
     rounding: ClassVar[int] = 0
 
     def payload_bytes(self, c: int, dtype: torch.dtype) -> int:
-        """Return the bytes of header, scales and elements, padded to a multiple of 32; 0 for an
+        """Return the size of header, scales and elements, padded to a multiple of 32; 0 for an
         empty chunk.
 
         >>> from bagua_ref.backends import get_codec
@@ -334,7 +333,7 @@ AnyMicroscaling = TypeVar("AnyMicroscaling", bound=Microscaling)
 
 
 def with_rules(codec: type[AnyMicroscaling]) -> dict[str, type[AnyMicroscaling]]:
-    """Return a backend's codecs of an MX format by name, one for each scale rule (S12.6).
+    """Return a backend's codecs of an MX format, one per scale rule, by name (S12.6).
 
     Args:
         codec: the one without a rule in its name; the others are subclasses of it, which differ in

@@ -23,7 +23,7 @@ _BY_HAND = (
 
 @dataclass(frozen=True)
 class Identity:
-    """The place of a rank among all ranks and on its node (S1)."""
+    """Identity of a rank: its rank and the number of ranks, in the job and on its node (S1)."""
 
     rank: int
     world_size: int
@@ -33,8 +33,8 @@ class Identity:
 
     @staticmethod
     def from_environment() -> Identity:
-        """Return the identity that the launcher's variables give; without any, this is a world of
-        one rank.
+        """Return the identity given by the launcher's environment variables; without any, that of a
+        world of one rank.
 
         Raises:
             ValueError: variables are incomplete or contradictory.
@@ -54,7 +54,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process in a job of mpirun or srun.
+    """A process of an mpirun or srun job: its rank numbers and the address of rank 0.
 
     Attributes:
         launcher: the launcher's name, for messages.
@@ -85,8 +85,8 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Return this process's place from the variables of MPI or Slurm; None if there are none, or
-    torchrun's take precedence.
+    """Return this process's launch data from the variables of MPI or Slurm; None if there are none,
+    or if torchrun's take precedence.
 
     The first of these that is set counts: RANK and WORLD_SIZE, set by torchrun or a user;
     OMPI_COMM_WORLD_RANK and related ones (Open MPI); PMI_RANK (MPICH, Intel MPI) or PMIX_RANK;
@@ -120,7 +120,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 class _Variables:
-    """The variables of a ``launcher``, which started this process."""
+    """The environment variables set by ``launcher`` for this process."""
 
     def __init__(self, launcher: str, values: Mapping[str, str]) -> None:
         self.launcher, self.values = launcher, values
@@ -135,7 +135,9 @@ class _Variables:
         )
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a variable as an integer; raise ValueError if it is none, or has no default."""
+        """Return a variable as an int, or its default; raise ValueError if it is not an integer, or
+        is unset without a default.
+        """
         if name not in self.values and default is not None:
             return default
         text = self.text(name)
@@ -145,12 +147,12 @@ class _Variables:
             raise ValueError(f"environment variable {name}={text!r} must be an integer") from None
 
     def refuse(self, *names: str) -> ValueError:
-        """Return the error of variables that contradict each other."""
+        """Return the ValueError for variables that contradict each other."""
         listed = ", ".join(f"{name}={self.values.get(name)}" for name in names)
         return ValueError(f"{listed} of {self.launcher} contradict each other; {_BY_HAND}")
 
     def launch(self, identity: Identity, address: str | None, port: int) -> Launch:
-        """Return the place of this process; MASTER_ADDR and MASTER_PORT take precedence."""
+        """Return the launch data of this process; MASTER_ADDR and MASTER_PORT take precedence."""
         address = self.values.get("MASTER_ADDR", address)
         return Launch(self.launcher, identity, address, self.number("MASTER_PORT", port))
 

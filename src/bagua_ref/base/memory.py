@@ -19,7 +19,7 @@ AnyTensor = TypeVar("AnyTensor", bound="Tensor")
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as flat uint8, which shares its memory.
+    """Return a uint8 view of a contiguous tensor, flat.
 
     A single element may have any stride, and torch views only elements of stride 1 as bytes.
 
@@ -30,9 +30,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def by_dtype_and_device(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """Return lists of tensors that share a dtype and a device, in the order in which they first
-    appear.
-    """
+    """Group tensors by dtype and device, in the order of first appearance."""
     kinds: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -40,8 +38,8 @@ def by_dtype_and_device(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
 
 
 def memory_span(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a strided, non-empty tensor, and the address after
-    its last byte.
+    """Return the address range of a strided, non-empty tensor: its first byte, and the byte after
+    its last one.
     """
     if tensor.is_contiguous():
         reach = tensor.numel()
@@ -102,8 +100,8 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
-        """Return the layout of ``tensor`` in flat storage: its own if it is dense (`is_dense`),
-        else the row-major one.
+        """Return the layout of ``tensor`` in flat storage: its own strides if it is dense
+        (`is_dense`), else row-major order.
         """
         return _layout(tensor.shape, tensor.stride() if is_dense(tensor) else None)
 
@@ -121,8 +119,8 @@ class Layout:
         return self._axes is None
 
     def describes(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor``, strided and of this shape, has these strides, apart from axes
-        of length 1.
+        """Return whether ``tensor``, strided and of this shape, has these strides; strides of axes
+        of length 1 are ignored.
         """
         return (
             tensor.stride() == self.strides
@@ -130,7 +128,7 @@ class Layout:
         )
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the elements of ``flat``, 1-D and contiguous, in this shape and these strides."""
+        """Return a view of ``flat``, 1-D and contiguous, with this shape and these strides."""
         return flat.as_strided(self.shape, self.strides)
 
     def in_order(self, tensor: Tensor) -> Tensor:
@@ -163,7 +161,7 @@ def _layout(shape: torch.Size, strides: tuple[int, ...] | None) -> Layout:
 
 
 def effective_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return ``strides`` with 1 for axes of length 0 or 1, whose strides mean nothing.
+    """Return ``strides`` with 1 for axes of length 0 or 1, whose strides have no effect.
 
     >>> effective_strides((4, 1), (1, 7))
     (1, 1)
@@ -172,8 +170,8 @@ def effective_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether a strided tensor's elements fill a part of memory without gaps, each at an
-    address of its own.
+    """Return whether a strided tensor is dense: its elements fill a range of memory without gaps or
+    shared addresses.
 
     >>> is_dense(torch.zeros(2, 3).t()), is_dense(torch.zeros(2, 3)[:, :2]), is_dense(torch.zeros(1).expand(2))
     (True, False, False)
@@ -195,8 +193,8 @@ def is_dense(tensor: Tensor) -> bool:
 def check_flat(
     name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None = None, kernels: Any = None
 ) -> None:
-    """Raise unless x is 1-D and contiguous, of one of the dtypes, on a device that a backend's
-    ``kernels`` support (None: any).
+    """Raise unless x is 1-D and contiguous, has one of ``dtypes``, and is on a device that
+    ``kernels`` supports (None: any).
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
@@ -227,8 +225,8 @@ def check_beside(
     dtype: torch.dtype | None = None,
     size: int | None = None,
 ) -> None:
-    """Raise unless y is flat, of target's (or the given) dtype and size, on target's device and
-    separate from target.
+    """Raise unless y is flat, has target's size, device and dtype (or ``dtype``), and does not
+    share memory with target.
     """
     check_flat(name, y)
     dtype, size = dtype or target.dtype, target.numel() if size is None else size
@@ -251,8 +249,8 @@ def check_beside(
 
 
 def check_parts(name: str, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Raise unless tensors have flat's dtype and device, as many elements in total, and do not
-    overlap flat.
+    """Raise unless the tensors have flat's dtype, device and total size, and do not overlap
+    flat.
     """
     total, (begin, end) = 0, memory_span(flat) if flat.numel() else (0, 0)
     for index, tensor in enumerate(tensors):
@@ -285,8 +283,8 @@ def check_parts(name: str, flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def chunk_size_of(num_elements: int, num_chunks: int, target_chunk: int | None = None) -> int:
-    """Return the number of elements of a chunk; raise unless they are equal, and target_chunk is
-    the index of one, or None.
+    """Return the number of elements per chunk; raise unless chunks are equal and target_chunk is a
+    valid index or None.
     """
     if num_elements % integer_in("num_chunks", num_chunks):
         raise ValueError(
@@ -305,7 +303,7 @@ def chunk_size_of(num_elements: int, num_chunks: int, target_chunk: int | None =
 def integer_in(
     name: str, value: int, allowed: range = range(1, sys.maxsize), described: str = "at least 1"
 ) -> int:
-    """Return value; raise unless it is an integer in the allowed range."""
+    """Return value as an int; raise unless it is an integer in the allowed range."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -1,5 +1,5 @@
-"""Missing parts: names of the original that bagua_ref does not have, and commands that install
-optional dependencies.
+"""Names of the original that bagua_ref does not provide, and commands that install optional
+dependencies.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ NOT_PROVIDED = {
 
 
 def explain_missing(module: str) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of ``module`` ("" for the package itself), which names the
-    replacement of a name that is not provided.
+    """Return the ``__getattr__`` of ``module`` ("" for the package itself); its error names the
+    replacement of a missing name.
 
     >>> explain_missing("distributed")("run")
     Traceback (most recent call last):
@@ -129,7 +129,7 @@ def install_command(extra: str) -> str:
 
 
 def requirements_of(extra: str) -> list[str]:
-    """Return the packages of an extra with the versions that it asks for; none if bagua_ref is not
+    """Return the packages of an extra with their version specifiers; none if bagua_ref is not
     installed.
 
     Args:
@@ -153,7 +153,7 @@ def requirements_of(extra: str) -> list[str]:
 
 
 def require(package: str, user: str, extra: str) -> None:
-    """Raise ImportError, with the command that installs it, if ``package`` is not installed.
+    """Raise ImportError, with an install command, if ``package`` is not installed.
 
     Args:
         package: a top-level package.

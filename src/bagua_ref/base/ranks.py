@@ -1,4 +1,4 @@
-"""Ranks in messages."""
+"""Texts about ranks, for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ USE_JOIN = "if ranks have different numbers of batches, use bagua_ref.join"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as text.
+    """Return ascending ranks as text, with ranges.
 
     >>> format_ranks([0, 2, 3, 4])
     'ranks 0, 2-4'
@@ -23,7 +23,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def describe_ends(steps: Mapping[int, int | None]) -> str:
-    """Describe ranks that have ended without an error while others communicate.
+    """Describe ranks that ended without an error while others were communicating.
 
     Args:
         steps: the optimizer steps of each of them; None: it trained nothing.

@@ -1,5 +1,5 @@
-"""The world of one rank: its identity, threads, locks and clock; and streams, which order its
-threads' operations on a device.
+"""The world of one rank: its identity, threads, locks and clock; and CUDA streams, which order the
+work of its threads on a device.
 
 All blocking calls go through the current `World`, so that a simulation can schedule them. The
 current world is a ContextVar. A thread started by `World.spawn` inherits it; other threads see the
@@ -53,7 +53,7 @@ _REMEMBERED = 256
 
 
 class Event(Protocol):
-    """As `threading.Event`."""
+    """Protocol of `threading.Event`."""
 
     def set(self) -> None: ...  # noqa: D102
     def clear(self) -> None: ...  # noqa: D102
@@ -62,7 +62,7 @@ class Event(Protocol):
 
 
 class Lock(Protocol):
-    """As `threading.Lock`, but fair: it is granted in the order of requests."""
+    """Protocol of a `threading.Lock` that is fair: granted in the order of requests."""
 
     def acquire(self, *, timeout: float = -1) -> bool: ...  # noqa: D102
     def release(self) -> None: ...  # noqa: D102
@@ -71,7 +71,7 @@ class Lock(Protocol):
 
 
 class Queue(Protocol):
-    """As `queue.SimpleQueue`; ``get`` raises `queue.Empty` after ``timeout`` seconds."""
+    """Protocol of `queue.SimpleQueue`; ``get`` raises `queue.Empty` after ``timeout`` seconds."""
 
     def put(self, item: Any, block: bool = True) -> None: ...  # noqa: D102
     def get(self, *, timeout: float | None = None) -> Any: ...  # noqa: D102
@@ -92,7 +92,7 @@ class FairLock:
         self._waiting: list[threading.Lock] = []
 
     def acquire(self, timeout: float = -1) -> bool:
-        """Acquire the lock; return False if ``timeout`` seconds (negative: no limit) pass first."""
+        """Acquire the lock; return False if ``timeout`` seconds pass first (negative: no limit)."""
         with self._mutex:
             if not self._held:
                 self._held = True
@@ -127,8 +127,8 @@ class FairLock:
 
 
 class World:
-    """The surroundings of one rank: those of this process, with real threads and the monotonic
-    clock. A simulation has one for each rank; `bagua_ref.simulation.SimulatedWorld` makes them.
+    """The runtime environment of one rank: real threads and the monotonic clock of this process. In
+    a simulation, `bagua_ref.simulation.SimulatedWorld` creates one for each rank.
     """
 
     default_group: Group | None = None
@@ -157,8 +157,8 @@ class World:
 
     @cached_property
     def operations(self) -> deque[Any]:
-        """The last operations of this rank, oldest first, as `bagua_ref.observe.meter` records
-        them.
+        """The most recent operations of this rank, oldest first, as recorded by
+        `bagua_ref.observe.meter`.
         """
         return deque(maxlen=_REMEMBERED)
 
@@ -169,13 +169,13 @@ class World:
 
     @cached_property
     def names(self) -> Counter[str]:
-        """The number of modules of each class that were wrapped without a name."""
+        """Number of modules wrapped without a name, by class."""
         return Counter()
 
     @property
     def identity(self) -> Identity:
-        """This rank's place in the job, as found by ``init_process_group()``, or before that, by
-        the environment.
+        """This rank's identity in the job, set by ``init_process_group()``, or read from the
+        environment before that.
         """
         return self.known_identity or Identity.from_environment()
 
@@ -208,9 +208,7 @@ class World:
         return time.monotonic()
 
     def clock(self) -> float:
-        """Return `now` for measurements: in a simulation, no other thread runs before this
-        returns.
-        """
+        """Return `now` for measurements: in a simulation, no other thread runs during this call."""
         return time.monotonic()
 
     @property
@@ -223,8 +221,8 @@ class World:
     def waiting_for_own_thread(
         self, interrupt: Callable[[str], None], timeout: float = math.inf
     ) -> AbstractContextManager[None]:
-        """Return a context in which the calling thread waits for a thread of this rank, at most
-        ``timeout`` seconds; ``interrupt(reason)`` ends that wait.
+        """Context in which the calling thread waits for a thread of this rank, at most ``timeout``
+        seconds; ``interrupt(reason)`` ends the wait.
         """
         if self.peers is None:
             return nullcontext()
@@ -253,7 +251,7 @@ def current_world() -> World:
 
 @contextmanager
 def use_world(world: World) -> Iterator[World]:
-    """Make ``world`` current in this context."""
+    """Context in which ``world`` is the current world."""
     token = _current.set(world)
     try:
         yield world
@@ -266,7 +264,7 @@ _streams: dict[tuple[int, int], Any] = {}
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the calling thread's stream on ``device``."""
+    """Return the calling thread's stream on ``device``; None on the CPU."""
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -279,28 +277,28 @@ def current_stream(device: torch.device) -> Any:
 
 
 def side_stream(device: torch.device) -> Any:
-    """Return a new high-priority stream."""
+    """Return a new high-priority stream; None on the CPU."""
     return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
 
 def record_event(device: torch.device) -> Any:
-    """Return an event that marks the end of everything queued on the calling thread's stream on
-    ``device`` so far.
+    """Record an event on the calling thread's stream, after all work queued there so far; None on
+    the CPU.
     """
     return current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def order_after(event: Any, device: torch.device) -> None:
-    """Make later operations on the calling thread's stream wait for ``event``, unless it is None;
-    the host does not wait.
+    """Make later work on the calling thread's stream wait for ``event``, if there is one; the host
+    does not wait.
     """
     if event is not None:
         current_stream(device).wait_event(event)
 
 
 def hold(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Keep the memory of ``tensors`` from being reused before the work queued on the calling
-    thread's stream is done.
+    """Prevent reuse of the memory of ``tensors`` until the work queued on the calling thread's
+    stream is done.
     """
     if device.type == "cuda":
         for tensor in tensors:
@@ -309,8 +307,8 @@ def hold(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 @contextmanager
 def use_stream(stream: Any, device: torch.device) -> Iterator[None]:
-    """Make ``device`` current and ``stream`` its current stream, for the calling thread; None: keep
-    the stream.
+    """Context that makes ``device`` and ``stream`` current for the calling thread; None keeps the
+    stream.
     """
     if device.type != "cuda":
         yield
@@ -327,7 +325,7 @@ def use_stream(stream: Any, device: torch.device) -> Iterator[None]:
 
 
 def find_free_port() -> int:
-    """Return a TCP port that was free a moment ago, found by binding a socket."""
+    """Return a TCP port that was free a moment ago, when a socket was bound to it."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Input from outside of this program: JSON, checks of its form, and text that is safe to print.
+"""Untrusted input: JSON, checks of its form, and text that is safe to print.
 
 What is damaged is named. A file that was made to waste memory or time is not defended against.
 """
@@ -26,7 +26,7 @@ _NAMES = {
 
 
 def load_json(data: bytes) -> Any:
-    """Return the value of JSON in UTF-8.
+    """Parse JSON in UTF-8.
 
     Raises:
         ValueError: it is not JSON.
@@ -43,7 +43,7 @@ def load_json(data: bytes) -> Any:
 
 
 def check_form(value: Any, form: Any, what: str) -> None:
-    """Raise unless a JSON value has a form.
+    """Raise unless a JSON value has the expected form.
 
     Args:
         value: as `load_json` returns it.
@@ -90,8 +90,8 @@ def check_form(value: Any, form: Any, what: str) -> None:
 
 
 def one_line(text: str) -> str:
-    r"""Return text with escapes for characters that move a terminal's cursor, change its colours or
-    cannot be encoded.
+    r"""Escape the characters of a text that move a terminal's cursor, change its colours or cannot
+    be encoded.
 
     >>> print(one_line("\x1b[2J a\nb"))
     \x1b[2J a\nb
@@ -100,7 +100,7 @@ def one_line(text: str) -> str:
 
 
 def _check_type(value: Any, types: tuple[type, ...], what: str) -> None:
-    """Raise unless the value's type is one of these; true is not an integer."""
+    """Raise unless the value has one of these types; a bool is not an integer."""
     if type(value) not in types:
         allowed = " or ".join(_NAMES.get(kind, "null") for kind in types)
         raise ValueError(f"{what} must be {allowed}, not {_NAMES.get(type(value), 'null')}")

@@ -40,8 +40,8 @@ __all__ = [
 
 
 class NotCopied:
-    """An attribute of a module or tensor that is not copied: ``copy.deepcopy`` and ``pickle``
-    replace it by None.
+    """Base class of attributes of modules or tensors that are not copied: ``copy.deepcopy`` and
+    ``pickle`` replace them with None.
     """
 
     __slots__ = ()
@@ -54,11 +54,11 @@ class NotCopied:
 
 
 class OwnList(NotCopied, list):  # type: ignore[type-arg]
-    """A list that is not copied with the module that has it."""
+    """A list that is not copied with its module."""
 
 
 class OwnName(NotCopied, str):
-    """A generated name that is not copied with the module that has it."""
+    """A generated name that is not copied with its module."""
 
 
 # Dynamo would also trace the hooks that autograd calls in a compiled step, which communicate.
@@ -67,7 +67,7 @@ untraced = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
 class OwnHook:
-    """A hook that calls ``method`` while the method's object is alive.
+    """A hook that calls ``method`` as long as the method's object is alive.
 
     It holds that object weakly. If the module that has it is copied or pickled, the copy gets a
     hook that does nothing. torch.compile does not trace it.
@@ -102,7 +102,7 @@ class OwnHook:
 
 
 def tensors_with_graph(output: Any) -> list[Tensor]:
-    """Return the tensors in a module's ``output`` that a backward pass can begin at."""
+    """Return the tensors in a module's ``output`` that have an autograd graph."""
     return [
         leaf
         for leaf in tree_leaves(output)
@@ -111,13 +111,13 @@ def tensors_with_graph(output: Any) -> list[Tensor]:
 
 
 def inside_backward() -> bool:
-    """Return whether this thread is running a backward pass, for instance in a hook."""
+    """Return whether this thread is running a backward pass, for example in a hook."""
     return torch._C._current_graph_task_id() != -1
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside a compiled one, as returned by ``torch.compile(module)``; return any
-    other module unchanged.
+    """Return the module inside a ``torch.compile(module)`` wrapper; return any other module
+    unchanged.
     """
     # not imported yet: there is no compiled module
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
@@ -127,7 +127,7 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def let_compiler_see_hooks() -> None:
-    """Have torch.compile check hooks before it runs code again that it compiled for another module
+    """Make torch.compile check a module's hooks before it reuses code compiled for another module
     of the same class.
 
     By default, torch.compile treats modules of one class as equal: a wrapped one would run without
@@ -144,7 +144,7 @@ def let_compiler_see_hooks() -> None:
 def apply_flattened_call(
     bucket: Sequence[Tensor], call: Callable[..., object], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Call ``call(flat, *extra_args)`` on the tensors put together, then copy the result back into
+    """Call ``call(flat, *extra_args)`` on the concatenated tensors, then copy the result back into
     them.
 
     Args:
@@ -163,7 +163,9 @@ def apply_flattened_call(
 
 
 def apply_flattened_call_all(tensors: Sequence[Tensor], call: Callable[[Tensor], object]) -> None:
-    """As `apply_flattened_call` on tensors of any dtypes and devices, one call for each kind."""
+    """`apply_flattened_call` for tensors of any dtypes and devices, with one call per dtype and
+    device.
+    """
     for bucket in by_dtype_and_device(tensors):
         apply_flattened_call(bucket, call)
 
@@ -186,7 +188,7 @@ def check_contiguous(tensors: Sequence[Tensor]) -> bool:
 
 
 def readable_bytes(count: float) -> str:
-    """Return ``count`` bytes in decimal units.
+    """Format ``count`` bytes in decimal units.
 
     >>> readable_bytes(229692)
     '229.7 kB'
@@ -199,7 +201,9 @@ def readable_bytes(count: float) -> str:
 
 
 def tracked(items: Sequence[Any], title: str, visible: bool) -> Iterator[Any]:
-    """Yield ``items``; if ``visible``, print a line to standard error after each tenth of them."""
+    """Yield ``items``; if ``visible``, print progress to standard error after each tenth of
+    them.
+    """
     tenth = 0
     for done, item in enumerate(items, start=1):
         yield item
@@ -209,9 +213,7 @@ def tracked(items: Sequence[Any], title: str, visible: bool) -> Iterator[Any]:
 
 
 def get_flattened_tensor(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a new flat tensor with the elements of ``tensors``, which share dtype and device, in
-    order.
-    """
+    """Concatenate ``tensors``, which share dtype and device, into a new flat tensor."""
     if not tensors:
         raise ValueError("tensors=[] must hold at least one tensor")
     return torch.cat([t.detach().reshape(-1) for t in tensors])

@@ -43,7 +43,8 @@ __all__ = ["BaguaBucket", "check_compression"]
 
 
 class BaguaBucket(FlatStorage):
-    """Tensors that are communicated as one, and the operations that run when all of them are ready.
+    """A group of tensors that are communicated together, and the operations to run when all of them
+    are ready.
 
     Args:
         tensors: bagua tensors whose effective tensors share a dtype and a device and do not
@@ -109,7 +110,7 @@ class BaguaBucket(FlatStorage):
 
     @property
     def kernels(self) -> KernelBackend:  # type: ignore[override]
-        """The kernel backend that this bucket uses now; see ``backend``."""
+        """The kernel backend in use by this bucket; see ``backend``."""
         return get_backend(self.backend, self.device)
 
     def bytes(self) -> int:
@@ -118,7 +119,7 @@ class BaguaBucket(FlatStorage):
 
     def flattened_tensor(self) -> Tensor:
         """Return a new flat tensor of all effective tensors and the padding, in order; missing
-        gradients count as zeros.
+        gradients are zeros.
         """
         parts = [
             (
@@ -169,8 +170,8 @@ class BaguaBucket(FlatStorage):
             op(flat)
 
     def shadow(self) -> None:
-        """Run the operations on zeros instead of the tensors, which stay as they are; Python
-        functions do not run.
+        """Run the operations on zeros instead of the tensors, which are unchanged; Python functions
+        do not run.
         """
         with runtime.use_stream(self.stream, self.device):
             flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
@@ -200,8 +201,8 @@ class BaguaBucket(FlatStorage):
         return self
 
     def append_op(self, op: CommOp, group: Group) -> BaguaBucket:
-        """Append ``op``, whose communicators belong to the background group ``group``; return the
-        bucket.
+        """Append ``op``, whose communicators must belong to the background group ``group``; return
+        the bucket.
         """
         self._background_group(group)
         self._ops.append(op)
@@ -289,8 +290,8 @@ class BaguaBucket(FlatStorage):
     def append_chunked_sparse_op(
         self, compression: str | None, group: Group | None = None, **options: Any
     ) -> BaguaBucket:
-        """Append the mean over all ranks of the largest elements of each chunk (S15); return the
-        bucket. Collective over the group.
+        """Append the chunked sparse mean: over all ranks, of the largest elements of each chunk
+        (S15); return the bucket. Collective over the group.
 
         Args:
             compression: None, the name of a codec, or "Stat2".
@@ -358,8 +359,8 @@ class BaguaBucket(FlatStorage):
         compression: str | None = "MinMaxUInt8",
         group: Group | None = None,
     ) -> BaguaBucket:
-        """Append averaging on a ring with compressed changes on the wire (S3.5); return the bucket.
-        Collective over the group.
+        """Append averaging with ring neighbours, which sends compressed changes (S3.5); return the
+        bucket. Collective over the group.
 
         Args:
             weight: a bagua tensor with the bucket's values:
@@ -428,8 +429,8 @@ class BaguaBucket(FlatStorage):
         has_memory: bool = False,
         also: Mapping[str, type[Codec]] = MappingProxyType({}),
     ) -> Codec:
-        """Return the codec of an operation, one of ``also`` or a backend's; some warn if the
-        operation has no error memory.
+        """Return the codec of an operation, from ``also`` or the backend; warn if a biased codec
+        has no error memory.
         """
         check_compression(compression, also=tuple(also))
         assert compression is not None
@@ -458,8 +459,8 @@ class BaguaBucket(FlatStorage):
     def _connect(
         self, group: Group | None, hierarchical: bool
     ) -> tuple[int, Communicator, Communicator | None]:
-        """Return the number of ranks, the communicator of all ranks (hierarchical: of leaders) and,
-        if hierarchical, the node's.
+        """Return the number of ranks, the communicator of all ranks (hierarchical: of node leaders)
+        and, if hierarchical, that of the node.
         """
         group = self._background_group(group)
         if not hierarchical:
@@ -492,8 +493,8 @@ class BaguaBucket(FlatStorage):
 def check_compression(
     compression: str | None, *, optional: bool = False, also: tuple[str, ...] = ()
 ) -> None:
-    """Raise ValueError unless ``compression`` is the name of a codec, one of ``also``, or None if
-    that is allowed; the message lists the names.
+    """Raise ValueError, with the list of names, unless ``compression`` is a codec, one of ``also``,
+    or None where that is allowed.
     """
     if (optional and compression is None) or compression in also:
         return

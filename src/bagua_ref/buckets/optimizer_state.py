@@ -1,5 +1,5 @@
-"""Gradients' strides, and optimizer state: its strides, checks, and loading that changes no dtype
-and replaces no user's tensor.
+"""Strides of gradients and optimizer state, and checks and loading of optimizer state, which change
+no dtype and replace no user's tensor.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer",
 
 
 def ensure_grad(tensor: Tensor) -> Tensor:
-    """Set the gradient of ``tensor`` to zeros, in its strides if it is dense, unless it has one;
-    return the gradient.
+    """Return the gradient of ``tensor``; create one of zeros, in the tensor's strides if it is
+    dense, if there is none.
     """
     if tensor.grad is None:
         tensor.grad = Layout.of(tensor).zeros(tensor.dtype, tensor.device)
@@ -28,8 +28,8 @@ def ensure_grad(tensor: Tensor) -> Tensor:
 
 
 def align(tensor: Tensor, parameter: Tensor) -> None:
-    """Give ``tensor`` the strides that ``parameter``, of the same shape, has in flat storage
-    (S2.3); values and identity stay.
+    """Convert ``tensor`` to the strides that ``parameter``, of the same shape, has in flat storage
+    (S2.3); values and identity do not change.
 
     Gradients and optimizer state need them: torch's fused optimizers go through all of them in the
     order of memory.
@@ -42,8 +42,8 @@ def align(tensor: Tensor, parameter: Tensor) -> None:
 
 
 def with_aligned_grad(parameter: Tensor) -> Tensor:
-    """Return ``parameter`` with a gradient, of zeros if it had none, in the strides that `align`
-    gives.
+    """Return ``parameter`` after making sure that it has a gradient, with the strides of
+    `align`.
     """
     gradient = ensure_grad(parameter)
     if gradient.layout is torch.strided:
@@ -52,8 +52,8 @@ def with_aligned_grad(parameter: Tensor) -> Tensor:
 
 
 def align_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the state of each parameter its strides in flat storage (S2.3), as torch's fused
-    optimizers need it.
+    """Convert optimizer state to the strides of its parameters in flat storage (S2.3), as torch's
+    fused optimizers require.
     """
     for parameter in (
         p
@@ -72,8 +72,8 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Raise ValueError unless ``state`` has the groups of ``optimizer`` and, for torch's Adam,
-    AdamW, Adagrad and SGD, momenta of its parameters' shapes.
+    """Raise ValueError unless ``state`` has the parameter groups of ``optimizer`` and, for torch's
+    Adam, AdamW, Adagrad and SGD, momenta of the parameters' shapes.
 
     torch does not check shapes: the kernels of ``fused=True`` read beyond the end of momenta that
     are too short.
@@ -117,7 +117,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
 def take_over(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], defaults: dict[str, Any]
 ) -> None:
-    """Load ``state`` and ``defaults``, which later parameter groups inherit, into ``optimizer``.
+    """Load ``state`` and ``defaults``, the options of later parameter groups, into ``optimizer``.
 
     Unlike ``load_state_dict`` alone, this keeps the dtype of the state, and writes into tensors
     that a user may hold, such as a learning rate, instead of replacing them.
@@ -148,14 +148,16 @@ def take_over(
 
 
 def _uncast(loaded: Any, sent: Any) -> Any:
-    """Return ``sent``, on the device of ``loaded``."""
+    """Return a tensor ``sent`` in its own dtype, on the device of ``loaded``."""
     if isinstance(sent, torch.Tensor):
         return sent.to(loaded.device)
     return sent if isinstance(sent, (str, bytes)) else loaded
 
 
 def _in_place(mine: Any, theirs: Any) -> Any:
-    """Return ``theirs``, copied into the tensors of ``mine`` where they fit."""
+    """Return ``theirs``, copied in place into the tensors of ``mine`` where shape and dtype
+    match.
+    """
     if isinstance(theirs, torch.Tensor) and isinstance(mine, torch.Tensor):
         if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
             mine.data.copy_(theirs)

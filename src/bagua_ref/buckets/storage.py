@@ -1,5 +1,5 @@
-"""Registered tensors, and the flat storage of a bucket: their own, or a buffer that they are
-gathered into (S1, S2.2, S2.3).
+"""Registered tensors, and the flat storage of a bucket: either the tensors' own memory, or a
+separate buffer (S1, S2.2, S2.3).
 
 A proxy tensor is the one that users register; its effective tensor is the one that communication
 works on.
@@ -29,8 +29,8 @@ _unnamed = itertools.count()
 
 
 class Registration(NotCopied):
-    """Record of a proxy tensor: its name, the access to its effective tensor, and the engine that
-    waits for it.
+    """Record of a proxy tensor: its name, the access to its effective tensor, and the engine to
+    notify when it is ready.
 
     Attributes:
         name: unique within its module's buckets.
@@ -57,15 +57,15 @@ class Registration(NotCopied):
         return f"tensor {self.name!r}"
 
     def connect(self, getter: Getter | None, setter: Setter | None) -> None:
-        """Find and replace the effective tensor by ``getter`` (None: it is the proxy itself) and
-        ``setter``; forget the engine.
+        """Set the getter (None: the proxy itself) and setter of the effective tensor; remove the
+        engine.
         """
         self.getter: Getter = _itself if getter is None else getter
         self.setter = setter
         self.sink: weakref.ref[ReadinessSink] | None = None
 
     def replace(self, proxy: Tensor, tensor: Tensor) -> None:
-        """Make ``tensor`` the effective tensor."""
+        """Replace the effective tensor with ``tensor``."""
         if self.setter is not None:
             self.setter(proxy, tensor)
             return
@@ -94,8 +94,8 @@ def registration(tensor: Tensor) -> Registration:
 
 
 def held_by_bucket(parameter: Tensor) -> Tensor | None:
-    """Return the effective tensor of ``parameter`` - weight, gradient or momentum - that a live
-    Bagua bucket holds, if any.
+    """Return the effective tensor (weight, gradient or momentum) of ``parameter`` that is in a live
+    Bagua bucket, or None.
     """
     known: Registration | None = getattr(parameter, "_bagua_registration", None)
     return (
@@ -135,7 +135,8 @@ def register(
 
 
 def check_shared(tensors: list[Tensor], name: str) -> list[Tensor]:
-    """Return the effective tensors after checking that they can share the bucket ``name`` (S2.6).
+    """Return the effective tensors of the bucket ``name``, after checking that they can share it
+    (S2.6).
 
     Raises:
         ValueError: the list is empty, a name appears twice, tensors overlap or are on different
@@ -171,8 +172,8 @@ def check_shared(tensors: list[Tensor], name: str) -> list[Tensor]:
 
 
 def check_apart(flat: Tensor, name: str, **tensors: Tensor) -> list[Tensor]:
-    """Return the effective tensors after checking that they fit bucket ``name`` and overlap neither
-    its flat tensor nor each other.
+    """Return the effective tensors, after checking that they fit bucket ``name`` and overlap
+    neither its flat tensor nor each other.
 
     Raises:
         ValueError: one is not a bagua tensor, its size, shape or device does not fit, or two
@@ -196,7 +197,7 @@ def check_apart(flat: Tensor, name: str, **tensors: Tensor) -> list[Tensor]:
 
 
 def effective_tensor(proxy: Tensor) -> Tensor | None:
-    """Return the effective tensor of ``proxy``, None if there is none yet."""
+    """Return the effective tensor of ``proxy``, or None if there is none yet."""
     return registration(proxy).getter(proxy)
 
 
@@ -306,14 +307,14 @@ class FlatStorage:
         )
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Return views of ``flat``, which has the bucket's size: each effective tensor's part, in
-        its shape and strides.
+        """Split ``flat``, which has the bucket's size, into views with the effective tensors'
+        shapes and strides.
         """
         parts = flat[: self.filled].split([shape.numel() for shape in self._shapes])
         return [layout.view(part) for layout, part in zip(self.layouts, parts, strict=True)]
 
     def _move_together(self, effective: Sequence[Tensor]) -> None:
-        """Move the effective tensors into one contiguous storage, if they do not lie in one already
+        """Move the effective tensors into one contiguous storage, unless they already share one
         (S2.3).
         """
         adjacent = self._are_contiguous(effective)
@@ -334,8 +335,7 @@ class FlatStorage:
 
     @torch.no_grad()  # gradients of backward(create_graph=True) require gradients
     def load(self) -> Tensor:
-        """Return the flat tensor with the values that the effective tensors have now, wherever they
-        are, and zero padding.
+        """Return the flat tensor with the current values of the effective tensors and zero padding.
 
         If flat, the effective tensors lie in it from now on.
 
@@ -374,7 +374,7 @@ class FlatStorage:
         )
 
     def _move_in(self, effective: list[Tensor]) -> None:
-        """Move the effective tensors that lie elsewhere into flat storage."""
+        """Move effective tensors that are outside flat storage into it."""
         places: Sequence[int] = range(len(effective))
         outside, pointers = effective, list(map(torch.Tensor.data_ptr, effective))
         # else all lie elsewhere
@@ -405,8 +405,8 @@ class FlatStorage:
                 self._registered[place].replace(self.tensors[place], view)
 
     def _filled_up(self, effective: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return ``effective`` with new zero tensors in place of missing gradients; raise for a
-        tensor that does not fit.
+        """Return ``effective`` with zeros for missing gradients; raise for a tensor that does not
+        fit.
         """
         found = []
         for place, (tensor, shape, known) in enumerate(
@@ -430,8 +430,8 @@ class FlatStorage:
         return found
 
     def copy_from_flat(self, flat: Tensor) -> None:
-        """Copy ``flat``, which has the bucket's size, into the effective tensors, wherever they
-        are; padding is not copied.
+        """Copy ``flat``, which has the bucket's size, into the effective tensors; padding is not
+        copied.
         """
         if flat.numel() != self.numel:
             raise ValueError(
@@ -443,8 +443,8 @@ class FlatStorage:
         self.kernels.scatter_flat(flat[: self.filled], self._in_order(effective))
 
     def _in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return views of the tensors, whatever their strides are, whose row-major order is that of
-        flat storage.
+        """Return views of the tensors, of any strides, whose row-major order is the order of flat
+        storage.
         """
         return [
             layout.in_order(tensor.detach())
@@ -456,8 +456,8 @@ _shape = attrgetter("shape")
 
 
 def _positions(tensors: Sequence[Tensor]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield each tensor's address and strides: a list of thousands of tuples would trigger the
-    garbage collector.
+    """Yield the address and strides of each tensor; an iterator, because a list of thousands of
+    tuples would trigger the garbage collector.
     """
     return zip(map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors), strict=True)
 

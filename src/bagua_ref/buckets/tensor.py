@@ -25,7 +25,7 @@ __all__ = ["BaguaTensor", "RegisteredTensor"]
 
 
 class RegisteredTensor(BackendTensor):
-    """A bagua tensor as an argument of collectives, which use its effective tensor at the time of
+    """A bagua tensor as an argument of collectives, which use the effective tensor at the time of
     the call (S1).
 
     Tensors hold no reference to theirs, which would be a cycle.
@@ -45,7 +45,7 @@ class RegisteredTensor(BackendTensor):
 
     @property
     def module_name(self) -> str:
-        """The wrapped module that the tensor belongs to, or ""."""
+        """Name of the wrapped module that the tensor belongs to, or ""."""
         return registration(self._tensor).module_name
 
     def effective_tensor(self) -> Tensor:
@@ -88,7 +88,7 @@ class BaguaTensor:
         getter_closure: Getter | None = None,
         setter_closure: Setter | None = None,
     ) -> Tensor:
-        """Register this tensor, in place, as the proxy of ``getter_closure(self)``, or of itself
+        """Register this tensor in place, as the proxy of ``getter_closure(self)`` or of itself
         (S1); return it.
 
         Registering again replaces the closures. Within one module the name cannot change.
@@ -130,12 +130,11 @@ class BaguaTensor:
         return effective_tensor(_as_tensor(self))
 
     def bagua_setter_closure(self, tensor: Tensor) -> None:
-        """Make ``tensor`` the effective tensor."""
+        """Replace the effective tensor with ``tensor``."""
         registration(_as_tensor(self)).replace(_as_tensor(self), tensor)
 
     def bagua_backend_tensor(self) -> RegisteredTensor:
-        """Return an object that collectives of a communicator accept in place of this tensor
-        (S3.9).
+        """Return an object that a communicator's collectives accept in place of this tensor (S3.9).
 
         >>> x = torch.ones(2).ensure_bagua_tensor("x")
         >>> x.bagua_backend_tensor().num_elements()
@@ -144,7 +143,7 @@ class BaguaTensor:
         return RegisteredTensor(_as_tensor(self))
 
     def bagua_ensure_grad(self) -> Tensor:
-        """Set the gradient to zeros if there is none; return this parameter.
+        """Create a gradient of zeros if there is none; return this parameter.
 
         The gradient has this parameter's strides if it is dense (S2.3), else it is row-major.
         """
@@ -178,8 +177,8 @@ class BaguaTensor:
     def bagua_set_storage(
         self, storage: torch.UntypedStorage | torch.TypedStorage, storage_offset: int = 0
     ) -> None:
-        """Make the effective tensor a view of ``storage`` from element ``storage_offset`` on, with
-        the values there.
+        """Turn the effective tensor into a view of ``storage`` from element ``storage_offset`` on,
+        with the values found there.
 
         It keeps its strides if it is dense, and becomes row-major otherwise (S2.3).
 
@@ -211,5 +210,5 @@ class BaguaTensor:
 
 
 def _as_tensor(mixin: object) -> Tensor:
-    """Return ``mixin`` as the torch.Tensor that it is, as its methods run on torch.Tensor."""
+    """Return ``mixin`` typed as torch.Tensor, since its methods run on torch.Tensor."""
     return cast("Tensor", mixin)

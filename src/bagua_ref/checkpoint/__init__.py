@@ -1,5 +1,5 @@
-"""Checkpoints of trainings: saved by all ranks together, complete or ignored, and loaded by each
-rank on its own.
+"""Checkpoints of training runs: saved by all ranks together, ignored if incomplete, and loaded by
+each rank on its own.
 """
 
 from bagua_ref.base.not_provided import explain_missing

@@ -1,4 +1,6 @@
-"""What files of checkpoints hold: trees that torch.load(weights_only=True) takes, and their digests."""
+"""Contents of checkpoint files: trees that torch.load(weights_only=True) accepts, and their
+digests.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from bagua_ref.base.memory import bytes_of
 
 
 def detached(state: Any) -> Any:
-    """Return a copy of a state dict whose tensors have memory of their own.
+    """Copy a state dict, with separate memory for each tensor.
 
     Many algorithms keep weights or gradients as views of a flat bucket, and ``torch.save`` writes
     the whole bucket with each view. Call this before saving a part of a model.
@@ -37,9 +39,8 @@ def detached(state: Any) -> Any:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return a copy of ``value`` for a file, whose tensors are in the host's memory, each with a
-    storage of its own: ``torch.save`` writes the whole bucket with a view of it, and refuses a
-    storage that has two dtypes.
+    """Copy ``value`` for saving, with tensors on the CPU and in separate storages: ``torch.save``
+    writes the whole bucket with a view of it, and rejects a storage that has two dtypes.
 
     Args:
         value: the value to save.
@@ -74,7 +75,7 @@ def _plain_leaf(value: Any, where: str) -> Any:
 
 
 def digest(value: Any) -> bytes:
-    """Return a digest of a tree that `plain` has returned, the same in every process."""
+    """Return a SHA-256 digest of a tree returned by `plain`, equal in every process."""
     parts: Iterable[bytes | memoryview]
     if _is_ordinary(value):
         parts = (
@@ -96,13 +97,13 @@ def digest(value: Any) -> bytes:
 
 
 def read(path: Path) -> Any:
-    """Return the tree in the file at ``path``, whose tensors do not depend on the file."""
+    """Read the tree in the file at ``path``; its tensors do not depend on the file."""
     # The file may be removed, and on network file systems mapped memory goes with it.
     return detached(_load(path, mmap=True))
 
 
 def map_leaves(function: Callable[[Any, str], Any], value: Any, where: str) -> Any:
-    """Map the leaves of a tree by ``function(leaf, its name)``; return the copy."""
+    """Copy a tree, with each leaf replaced by ``function(leaf, name of the leaf)``."""
     if isinstance(value, dict) and not isinstance(value, Counter):
         items = {
             function(key, f"a key of {where}"): map_leaves(function, item, f"{where}[{key!r}]")
@@ -122,9 +123,7 @@ def map_leaves(function: Callable[[Any, str], Any], value: Any, where: str) -> A
 
 
 def _is_ordinary(value: Any) -> bool:
-    """Return whether a value is a tensor that is nothing but elements, as opposed to sparse ones
-    and subclasses.
-    """
+    """Return whether a value is a plain strided tensor, neither sparse nor of a subclass."""
     return (
         type(value) is Tensor
         and value.layout == torch.strided

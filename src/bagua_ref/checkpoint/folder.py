@@ -37,7 +37,7 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, err
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete checkpoint.
+    """Metadata of a complete checkpoint.
 
     Attributes:
         step: as it was saved.
@@ -56,12 +56,12 @@ class Manifest:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Return the folder of one checkpoint."""
+    """Return the folder of the checkpoint of a step."""
     return folder / f"step_{step:08d}"
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Return the folders of the checkpoints in ``folder``, complete or not, highest step first."""
+    """Return the folders of all checkpoints in ``folder``, complete or not, highest step first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     found = [path for path in paths if _FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_step, reverse=True)
@@ -72,12 +72,14 @@ def _step(place: Path) -> int:
 
 
 def is_step_folder(path: Path) -> bool:
-    """Return whether ``path`` is the folder of one checkpoint, under whatever name."""
+    """Return whether ``path`` is the folder of a single checkpoint, whatever its name."""
     return _FOLDER_NAME.fullmatch(path.name) is not None or (path / _MANIFEST).exists()
 
 
 def write_part(place: Path, name: str, state: Any) -> tuple[int, str]:
-    """Write ``state`` durably into a new file in the folder ``place``; return size and SHA-256."""
+    """Write ``state`` durably into a new file in the folder ``place``; return its size and
+    SHA-256.
+    """
     path = place / name
     with _naming(path), open(path, "wb") as file:
         try:
@@ -91,8 +93,7 @@ def write_part(place: Path, name: str, state: Any) -> tuple[int, str]:
 
 
 def commit(place: Path, manifest: Manifest) -> None:
-    """Complete the checkpoint at ``place``: from now on its newest version is this one, also after
-    a crash.
+    """Complete the checkpoint at ``place`` by writing its manifest atomically and durably.
 
     Raises:
         CheckpointError: a part is not there.
@@ -115,8 +116,8 @@ def commit(place: Path, manifest: Manifest) -> None:
 
 
 def read_manifests(places: Iterable[Path]) -> tuple[list[tuple[Path, Manifest]], list[str]]:
-    """Return the complete checkpoints in the folders ``places``, newest first, and the errors of
-    damaged manifests.
+    """Read the manifests in the folders ``places``; return complete checkpoints, newest first, and
+    the errors of damaged manifests.
     """
     found, damages = [], []
     for place in places:
@@ -136,7 +137,7 @@ def read_manifests(places: Iterable[Path]) -> tuple[list[tuple[Path, Manifest]],
 
 
 def verify(place: Path, manifest: Manifest) -> None:
-    """Read every rank's part, so that all ranks come to the same conclusion.
+    """Verify the files of all ranks, so that every rank comes to the same result.
 
     Raises:
         CheckpointError: a part is missing or damaged.
@@ -152,7 +153,7 @@ def verify(place: Path, manifest: Manifest) -> None:
 
 
 def remove_old(folder: Path, manifest: Manifest, keep: int | None) -> None:
-    """Remove files of failed attempts, and of the complete checkpoints up to this step all but the
+    """Remove files of failed attempts, and all complete checkpoints up to this step except the
     newest ``keep``.
     """
     complete = 0
@@ -183,8 +184,8 @@ _locks: dict[tuple[int, int, int], int] = {}
 
 
 def lock(folder: Path) -> None:
-    """Lock ``folder`` against other processes until this one ends, however it ends; a forked child
-    does not have the lock.
+    """Lock ``folder`` against other processes until this process ends, however it ends; forked
+    children do not have the lock.
 
     Raises:
         CheckpointError: another process saves there; the message names its host and number.
@@ -214,7 +215,9 @@ def lock(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Raise OSErrors that name no file, as those of reading and writing, with that of ``path``."""
+    """Context that adds the file name ``path`` to OSErrors without one, such as those of reading
+    and writing.
+    """
     try:
         yield
     except OSError as error:
@@ -224,8 +227,8 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _sync(path: Path, folder: Path) -> None:
-    """Make the content of a file, or the names in a folder, durable; warn once if ``folder`` is on
-    a file system that cannot do so.
+    """Flush a file's content, or a folder's entries, to disk; warn once if the file system of
+    ``folder`` does not support this.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

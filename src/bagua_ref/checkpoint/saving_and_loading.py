@@ -44,7 +44,7 @@ def save(
     extra: Any = None,
     keep: int | None = None,
 ) -> Path:
-    """Save everything that training needs to continue bit for bit; collective: every rank of the
+    """Save everything needed to continue training bit for bit; collective: every rank of the
     model's group calls this.
 
     Saved are the states of the model, the optimizers, the algorithm and the sampler, the random
@@ -176,7 +176,7 @@ def _save(training: TrainingState, folder: Path, step: int, extra: Any, keep: in
 
 def _sampler_states(value: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the states of balanced samplers in a tree, such as the state of a DataLoader, without
-    the numbers of items that this rank has drawn.
+    the numbers of items drawn on this rank.
     """
     if isinstance(value, Mapping) and value.keys() >= {"num_replicas", "epoch", "stretches"}:
         yield where, {k: v for k, v in value.items() if k not in ("samples", "batches")}
@@ -187,7 +187,7 @@ def _sampler_states(value: Any, where: str = "") -> Iterator[tuple[str, dict[str
 
 
 def _check_samplers(ranks: Sequence[int], found: Sequence[dict[str, dict[str, Any]]]) -> None:
-    """Raise ValueError if the ranks' samplers differ, or two of them draw the same share."""
+    """Raise ValueError if the ranks' samplers differ, or if two of them draw the same share."""
     for where in found[0]:
         from bagua_ref.contrib.sampler_agreement import difference, same_share
 
@@ -200,8 +200,7 @@ def _check_samplers(ranks: Sequence[int], found: Sequence[dict[str, dict[str, An
 
 
 def _together(comm: Communicator, step: int, function: Callable[[], Any]) -> list[Any]:
-    """Run ``function()`` on every rank and return all results in rank order, once all ranks have
-    theirs.
+    """Run ``function()`` on every rank; return the results of all ranks, in rank order.
 
     Raises:
         CheckpointError: it raised on another rank; if it raised here, that exception.
@@ -225,7 +224,7 @@ def _together(comm: Communicator, step: int, function: Callable[[], Any]) -> lis
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was loaded.
+    """A loaded checkpoint.
 
     Attributes:
         step: as it was saved: the number of steps taken.
@@ -247,8 +246,8 @@ def load(
     step: int | None = None,
     drop_rank_state: bool = False,
 ) -> Checkpoint | None:
-    """Continue from the complete checkpoint that was saved last; return its step and extra, or
-    None, with a warning, if there is none yet.
+    """Load the most recently saved complete checkpoint; return its step and extra, or None, with a
+    warning, if there is none yet.
 
     Each rank loads by itself, without communication, after wrapping: its own state, and what was
     equal on all ranks. It reads and compares the checksums of all ranks' files, so that all ranks
@@ -296,7 +295,7 @@ def load(
 
 
 def _chosen(folder: Path, step: int | None) -> tuple[Path, Manifest] | None:
-    """Return the complete checkpoint that was saved last, or that of ``step``; None if there is
+    """Return the most recently saved complete checkpoint, or that of ``step``; None if there is
     none.
 
     Raises:
@@ -344,7 +343,7 @@ def _chosen(folder: Path, step: int | None) -> tuple[Path, Manifest] | None:
 
 
 def _to_load(training: TrainingState, place: Path, manifest: Manifest, drop: bool) -> State:
-    """Return the state that this rank continues from."""
+    """Return the state for this rank to continue from."""
     ranks = [] if training.context is None else training.context.given_group.ranks
     resized = len(ranks) != manifest.ranks
     rank = 0 if resized else ranks.index(current_world().identity.rank)
@@ -376,7 +375,9 @@ def _to_load(training: TrainingState, place: Path, manifest: Manifest, drop: boo
 def _check_fit(
     training: TrainingState, place: Path, manifest: Manifest, state: State, drop: bool
 ) -> None:
-    """Raise ValueError if ``state`` is of another kind of training."""
+    """Raise ValueError if ``state`` belongs to another kind of training: another algorithm, number
+    of optimizers or sampler.
+    """
     wrapped = training.context is not None
     if wrapped and type(training.algorithm).__name__ != manifest.algorithm:
         saved_with, here = manifest.algorithm, type(training.algorithm).__name__

@@ -1,4 +1,4 @@
-"""The state of one rank's training: collected for saving, restored after loading."""
+"""State of one rank's training: collected for saving, restored after loading."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 class TrainingState:
-    """State of a training on this rank, which a checkpoint saves and restores.
+    """State of a training run on this rank, as saved in and restored from a checkpoint.
 
     Args:
         model: wrapped by ``with_bagua``, or a wrapper; to restore, it may also be a plain module.
@@ -53,12 +53,14 @@ class TrainingState:
 
     @property
     def algorithm(self) -> Any:
-        """The implementation of the algorithm in use."""
+        """The current algorithm's implementation."""
         assert self.context is not None
         return self.context.bagua_algorithm
 
     def collect(self, algorithm: dict[str, Any], extra: Any) -> State:
-        """Return the state, in which that of the algorithm and ``extra`` are given."""
+        """Collect this rank's state, including ``algorithm``, the algorithm's state, and
+        ``extra``.
+        """
         model = self.module.state_dict()
         state: State = {
             "extra": extra,
@@ -79,8 +81,8 @@ class TrainingState:
         return state
 
     def _names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """Return the names in the model of the parameters in each of the optimizer's groups; the
-        others are numbered.
+        """Return the model's names of the parameters in each group of the optimizer, numbers for
+        other parameters.
         """
         names: dict[int, str] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -93,8 +95,8 @@ class TrainingState:
         ]
 
     def restore(self, place: Path, state: State) -> None:
-        """Continue from ``state``, which may lack the algorithm's, the sampler's and generators of
-        random numbers.
+        """Restore ``state``; the states of the algorithm, the sampler and random generators may be
+        missing from it.
 
         Raises:
             ValueError: it cannot be loaded; the message names ``place`` and the component. Model,
@@ -154,7 +156,8 @@ def _in_order(
     saved: list[list[str]],
     here: list[list[str]],
 ) -> dict[str, Any]:
-    """Return ``state``, of groups of parameters named ``saved``, in the order ``here``.
+    """Reorder the optimizer state ``state``, with parameters named ``saved``, to the order of the
+    names ``here``.
 
     Raises:
         ValueError: the groups hold other parameters.
@@ -180,7 +183,9 @@ def _in_order(
 
 
 def _random_states() -> dict[str, Any]:
-    """Return the states of the generators of Python, torch, NumPy and the current CUDA device."""
+    """Return the states of the random generators of Python, torch, NumPy and the current CUDA
+    device.
+    """
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     states["numpy"] = map_leaves(
         lambda leaf, _: leaf.tolist() if isinstance(leaf, np.ndarray) else leaf,

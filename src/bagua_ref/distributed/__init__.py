@@ -1,4 +1,4 @@
-"""``with_bagua`` and its companions, the methods that bagua_ref puts on ``torch.nn.Module``."""
+"""``with_bagua`` and related methods that bagua_ref adds to ``torch.nn.Module``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["BaguaModule"]
 
 
 class BaguaModule:
-    """The methods that bagua_ref puts on ``torch.nn.Module``, and the attributes that a wrapped
-    module has.
+    """The methods that bagua_ref adds to ``torch.nn.Module``, and the attributes of a wrapped
+    module.
 
     Unwrapped modules have none of these attributes, so that tools that inspect modules, such as
     torch.compile and torch.jit, see nothing unusual.
@@ -57,7 +57,7 @@ class BaguaModule:
         timeout: float | None = None,
         ignored: Iterable[str | torch.Tensor] = (),
     ) -> Any:
-        """Train this module together with the other ranks from now on; return it (S5).
+        """Wrap this module for training together with the other ranks; return it (S5).
 
         Collective: every rank of the group wraps its copy. The first rank's parameters, buffers and
         optimizer state are broadcast. From then on every training step runs the algorithm. Wrapping
@@ -104,15 +104,15 @@ class BaguaModule:
         return self
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Skip communication of training forward passes that begin in this context (S5); no effect
-        on an unwrapped module.
+        """Disable communication for training forward passes that begin in this context (S5); no
+        effect on an unwrapped module.
         """
         wrapped = context_of(_module(self))
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
     def bagua_metrics(self) -> dict[str, float | int]:
-        """Return the counts of this training on this rank since the module was wrapped, by name;
-        this does not communicate.
+        """Return counters of this training on this rank, by name, since the module was wrapped;
+        does not communicate.
 
         - ``steps``: optimizer steps (of the last optimizer; without optimizers, synchronized
           backward passes).
@@ -163,7 +163,7 @@ class BaguaModule:
         return context.metrics()
 
     def bagua_resynchronize(self) -> None:
-        """Train on after a failed round: with new connections, from the state and counters of the
+        """Recover from a failed round: reconnect, and continue from the state and counters of the
         group's first rank.
 
         Collective: every rank of the group calls it, whatever state it is in. What was under way is
@@ -187,7 +187,7 @@ class BaguaModule:
 
 
 def _module(mixin: object) -> torch.nn.Module:
-    """Return ``self`` of a method that runs on torch.nn.Module, typed as what it is."""
+    """Return ``self`` typed as torch.nn.Module, since the methods run on torch.nn.Module."""
     return cast("torch.nn.Module", mixin)
 
 

@@ -1,5 +1,5 @@
-"""KernelBackend in terms of plans: the contract's methods as kernel launches, which a subclass
-submits.
+"""KernelBackend as launch plans: each method of the contract builds a plan of kernel launches,
+which a subclass submits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KEYS = {
 
 
 class PlannedCodec(Codec):
-    """A codec in terms of plans."""
+    """Base of codecs that build launch plans."""
 
     kernels: PlannedBackend
     plan_compress: Callable[..., Plan]
@@ -44,14 +44,16 @@ class PlannedCodec(Codec):
 
 
 class MinMaxUInt8(PlannedCodec, codec.MinMaxUInt8):
-    """S4 in ``codec.cu``."""
+    """MinMaxUInt8 (S4), with the kernels in ``codec.cu``."""
 
     plan_compress = staticmethod(codec_plans.compress_minmax)
     decompressing = "codec", "decompress"
 
 
 class PlannedBlocks(PlannedCodec, codec.Microscaling):
-    """S12.1 and S12.6 in ``microscaling.cu``; the kernels take the number of a scale rule."""
+    """Base of the MX formats (S12.1, S12.6), with the kernels in ``microscaling.cu``, which take
+    the index of a scale rule.
+    """
 
     def __init__(self, kernels: PlannedBackend) -> None:
         super().__init__(kernels)
@@ -61,34 +63,34 @@ class PlannedBlocks(PlannedCodec, codec.Microscaling):
 
 
 class MXFP8(PlannedBlocks, codec.MXFP8):
-    """E4M3 elements."""
+    """MXFP8: E4M3 elements."""
 
 
 class MXFP4(PlannedBlocks, codec.MXFP4):
-    """E2M1 elements."""
+    """MXFP4: E2M1 elements."""
 
 
 class MXINT8(PlannedBlocks, codec.MXINT8):
-    """Integers."""
+    """MXINT8: integer elements."""
 
 
 class NVFP4(PlannedCodec, codec.NVFP4):
-    """S12.7 in ``microscaling.cu``."""
+    """NVFP4 (S12.7), with the kernels in ``microscaling.cu``."""
 
     plan_compress = staticmethod(codec_plans.compress_products)
     decompressing = "microscaling", "decompress_NVFP4"
 
 
 class OneBit(PlannedCodec, codec.OneBit):
-    """S12.2 in ``one_bit.cu``."""
+    """OneBit (S12.2), with the kernels in ``one_bit.cu``."""
 
     plan_compress = staticmethod(codec_plans.compress_signs)
     decompressing = "one_bit", "restore_signs"
 
 
 class PlannedBackend(KernelBackend):
-    """The CUDA kernels with their grids and arguments; a subclass knows the device and runs the
-    launches.
+    """Launch plans of all CUDA kernels, with grids and arguments; a subclass provides the device
+    and runs the launches.
     """
 
     codecs: ClassVar[dict[str, type[Codec]]] = {
@@ -99,14 +101,14 @@ class PlannedBackend(KernelBackend):
 
     @abstractmethod
     def _properties(self, device: torch.device) -> DeviceProperties:
-        """Return the properties of the device that plans depend on."""
+        """Return the device properties needed for planning."""
 
     @abstractmethod
     def _submit(self, plan: Plan, device: torch.device) -> None:
         """Queue the launches, in order, on the current stream."""
 
     def _launch(self, plan: Callable[..., Plan], x: Tensor, *args: Any, **options: Any) -> None:
-        """Submit ``plan(properties of x's device, x, *args, **options)``."""
+        """Build the plan ``plan(properties of x's device, x, *args, **options)`` and submit it."""
         self._submit(plan(self._properties(x.device), x, *args, **options), x.device)
 
     def _element_wise(self, name: str, x: Tensor, *operands: Tensor, numbers: Any = ()) -> None:

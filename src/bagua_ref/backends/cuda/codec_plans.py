@@ -1,4 +1,4 @@
-"""Plans of the codecs: kernel launches over chunks and their parts (S4, S12)."""
+"""Launch plans of the codecs: kernels over chunks and parts of chunks (S4, S12)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _COMPRESSED, _RESTORED = 32768, 16384
 def compress_minmax(
     device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
 ) -> Plan:
-    """Write one or all blocks of MinMaxUInt8's payload (S4): in one pass if a chunk fits into
-    shared memory, else in two.
+    """Plan the compression of one or all blocks to MinMaxUInt8 (S4): one pass if a chunk fits into
+    shared memory, else two.
     """
     size = x.numel() // num_chunks
     start, payload, num_chunks = _chosen(x, num_chunks, target_chunk, out)
@@ -82,8 +82,8 @@ def compress_blocks(
     target_chunk: int | None,
     out: Tensor,
 ) -> Plan:
-    """Write one or all chunks of the payload of an MX format, given by its name, with a scale rule,
-    given by its number (S12.1, S12.6).
+    """Plan the compression of one or all chunks to an MX format, given by name, with a scale rule,
+    given by index (S12.1, S12.6).
     """
     size = x.numel() // num_chunks
     if size == 0:
@@ -98,7 +98,9 @@ def compress_blocks(
 def compress_products(
     device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
 ) -> Plan:
-    """Write one or all blocks of NVFP4's payload (S12.7): largest magnitudes, then the rest."""
+    """Plan the compression of one or all blocks to NVFP4 (S12.7): first the largest magnitudes,
+    then the rest.
+    """
     size = x.numel() // num_chunks
     if size == 0:
         return Plan()
@@ -112,8 +114,8 @@ def compress_products(
 def compress_signs(
     device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
 ) -> Plan:
-    """Write one or all blocks of OneBit's payload (S12.2): sums of squares, then scales and
-    signs.
+    """Plan the compression of one or all blocks to OneBit (S12.2): first sums of squares, then
+    scales and signs.
     """
     size = x.numel() // num_chunks
     if size == 0:
@@ -134,8 +136,8 @@ def decompress(
     source: str,
     kernel: str,
 ) -> Plan:
-    """Restore all chunks with one kernel, given by its source and its name without the dtype (S4.3,
-    S12).
+    """Plan the decompression of all chunks with one kernel, given by its source and its name
+    without the dtype (S4.3, S12).
     """
     size = out.numel() // num_chunks
     if size == 0:
@@ -154,8 +156,8 @@ def _two_passes(
     chosen: tuple[ctypes.c_void_p, ctypes.c_void_p, int],
     first: tuple[int, int],
 ) -> tuple[KernelLaunch, KernelLaunch]:
-    """Return a launch that writes a number for each part of a chunk to the workspace, and one that
-    reads those of its chunk.
+    """Return two launches: the first writes a number per part of a chunk to the workspace, the
+    second reads the numbers of its chunk.
 
     The first goes through memory from the beginning, a block for each part, the second from the
     end, which is still in the second-level cache as far as that can hold it.
@@ -188,7 +190,7 @@ def _two_passes(
 def _chosen(
     x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
 ) -> tuple[ctypes.c_void_p, ctypes.c_void_p, int]:
-    """Return the addresses of the chunks to compress and of their payloads, and the number of
+    """Return the start addresses of the chunks to compress and of their payloads, and the number of
     chunks.
     """
     if target_chunk is None:
@@ -202,7 +204,7 @@ def _chosen(
 
 
 def _parts(size: int, wanted: int) -> tuple[int, int]:
-    """Return the number of parts of a chunk, and the number of elements of each but the last."""
+    """Return the number of parts of a chunk, and the size of each part except the last."""
     parts = max(1, min(wanted, -(-size // _MIN_PART)))
     part_size = -(-size // (parts * _PART_STEP)) * _PART_STEP
     return -(-size // part_size), part_size

@@ -1,4 +1,4 @@
-"""Kernel launches (kernel, grid, arguments) and plans, which are sequences of launches."""
+"""Kernel launches (kernel, grid, arguments), and plans, which are sequences of launches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FOLDER = Path(__file__).parent / "kernels"
 
 
 class _Workspace:
-    """A placeholder for the address of a plan's workspace, which only the submitter knows."""
+    """Placeholder for the address of a plan's workspace, filled in at submission."""
 
     def __repr__(self) -> str:
         return "WORKSPACE"
@@ -53,7 +53,7 @@ Argument: TypeAlias = (
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """The properties of a device that plans depend on.
+    """Device properties needed for planning.
 
     Attributes:
         multiprocessors: their number; large grids are a multiple of it.
@@ -64,7 +64,7 @@ class DeviceProperties:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One kernel on one grid.
+    """A launch of one kernel on one grid.
 
     Attributes:
         source: the file of the kernel, without suffix.
@@ -84,7 +84,7 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class Plan:
-    """Launches that run one after another on one stream.
+    """A sequence of launches on one stream.
 
     Attributes:
         launches: the launches in order; empty if there is nothing to do.
@@ -99,8 +99,8 @@ class Plan:
 def pack(
     launch: KernelLaunch, workspace: int
 ) -> tuple[ctypes.Array[ctypes.c_void_p], tuple[object, ...]]:
-    """Return an array of the arguments' addresses, and the values, which must outlive the launch
-    call.
+    """Return the launch arguments as an array of addresses, and their values, which must stay alive
+    during the launch call.
 
     Args:
         launch: the launch.
@@ -114,8 +114,8 @@ def pack(
 
 
 def source_of(name: str) -> str:
-    """Return the text of ``kernels/<name>.cu`` with our headers inlined, so that the text alone
-    determines what is compiled.
+    """Return the text of ``kernels/<name>.cu`` with our headers inlined, so that it is the complete
+    input of the compiler.
     """
     text = (_FOLDER / f"{name}.cu").read_text(encoding="utf-8")
     for header in ("codec.cuh", "vector.cuh"):  # which the first one includes
@@ -159,7 +159,7 @@ def element_wise(
     name: str,
     numbers: tuple[float, ...] = (),
 ) -> Plan:
-    """x <- f(x, operands, numbers), one of the kernels in ``elementwise.cu``."""
+    """Plan x <- f(x, operands, numbers) with a kernel of ``elementwise.cu``."""
     if x.numel() == 0:
         return Plan()
     args = (
@@ -179,7 +179,7 @@ def element_wise(
 def reduce_chunks(
     device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int, average: bool
 ) -> Plan:
-    """Sum the chunks in order into one of them (S3.7)."""
+    """Plan the sum of all chunks, in order, into one of them (S3.7)."""
     size = x.numel() // num_chunks
     if size == 0:
         return Plan()
@@ -191,7 +191,7 @@ def reduce_chunks(
 
 
 def order_keys(device: DeviceProperties, floats: Tensor, keys: Tensor) -> Plan:
-    """keys <- integers of the floats' size that sort as they do (S7.2)."""
+    """Plan keys <- integers of the same size that sort like the floats (S7.2)."""
     if floats.numel() == 0:
         return Plan()
     args = (pointer(floats), long(floats.numel()), pointer(keys))
@@ -203,7 +203,7 @@ def order_keys(device: DeviceProperties, floats: Tensor, keys: Tensor) -> Plan:
 def one_launch(
     source: str, kernel: str, grid: int, args: tuple[Argument, ...], shared: int = 0
 ) -> Plan:
-    """Return the plan of a single launch; arguments as of `KernelLaunch`."""
+    """Return a plan with a single launch; the arguments are those of `KernelLaunch`."""
     return Plan((KernelLaunch(source, kernel, grid, args, shared),))
 
 
@@ -212,15 +212,15 @@ def _grid(device: DeviceProperties, work: int, per_thread: int) -> int:
 
 
 def name_of(x: Tensor) -> str:
-    """Return x's dtype as kernels name it."""
+    """Return x's dtype as in kernel names."""
     return str(x.dtype).removeprefix("torch.")
 
 
 def long(value: int) -> ctypes.c_longlong:
-    """Return a size or an index as the C type that kernels take."""
+    """Convert a size or an index to the C type of kernel arguments."""
     return ctypes.c_longlong(value)
 
 
 def _number(x: Tensor, value: float) -> ctypes.c_float | ctypes.c_double:
-    """Return a number as the C type of x's arithmetic."""
+    """Convert a number to the C type of x's arithmetic."""
     return ctypes.c_double(value) if x.dtype is torch.float64 else ctypes.c_float(value)

@@ -42,7 +42,7 @@ _OPTIONS = (
 
 
 class CudaBackend(PlannedBackend):
-    """The CUDA C++ kernels, for CUDA tensors.
+    """Kernel backend for CUDA tensors, with kernels in CUDA C++.
 
     Launches are asynchronous, on torch's current stream of the tensors' device. As with torch's own
     operations, tensors of another stream need an event or `torch.Tensor.record_stream`. The host
@@ -68,7 +68,7 @@ class CudaBackend(PlannedBackend):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """Return the reason that the kernels cannot run here, None if they can."""
+        """Return the reason why the kernels cannot run here, or None."""
         try:
             from cupy.cuda import runtime
         except ImportError as error:
@@ -113,8 +113,8 @@ class CudaBackend(PlannedBackend):
                 _queue(plan, functions, stream, self._workspace(plan.workspace, index, stream))
 
     def _workspace(self, size: int, index: int, stream: int) -> int:
-        """Return the address of a stream's workspace. A smaller one is freed: torch reuses its
-        memory in stream order.
+        """Return the address of a stream's workspace of at least ``size`` bytes. A smaller one is
+        freed: torch reuses its memory in stream order.
         """
         workspace = self._workspaces.get((index, stream))
         if workspace is None or workspace.numel() < size:
@@ -124,7 +124,7 @@ class CudaBackend(PlannedBackend):
         return workspace.data_ptr()
 
     def _function(self, launch: KernelLaunch, index: int) -> int:
-        """Return the driver's handle for a kernel on a device."""
+        """Return the driver's function handle of a kernel on a device."""
         from cupy.cuda import driver
 
         function = self._functions.get((launch.kernel, index))
@@ -143,8 +143,8 @@ class CudaBackend(PlannedBackend):
 
     @contextmanager
     def _current(self, index: int) -> Iterator[None]:
-        """Make the device current for CuPy; a thread that is new to CUDA needs a call of the
-        runtime, too.
+        """Context that makes the device current for CuPy; the first use in a thread also binds the
+        CUDA context.
         """
         from cupy.cuda import runtime
 
@@ -205,8 +205,8 @@ def compile_source(name: str, architecture: int) -> tuple[bytes, str]:
 
 
 def header_folder() -> str | None:
-    """Return the folder of cuda_fp16.h: of the wheel that belongs to CuPy's NVRTC, else of an
-    installed CUDA, else None.
+    """Return the folder that contains cuda_fp16.h: in the wheel that belongs to CuPy's NVRTC, else
+    in a CUDA installation, else None.
     """
     major, _ = _nvrtc().getVersion()
     candidates = [wheel / "include" for wheel in _wheels("cuda_runtime", major)]
@@ -217,8 +217,8 @@ def header_folder() -> str | None:
 
 @functools.cache
 def _nvrtc() -> Any:
-    """Return CuPy's NVRTC module, after loading the library from its wheel, where older versions of
-    CuPy do not find it.
+    """Return CuPy's NVRTC module, after loading the library from its wheel, which older versions of
+    CuPy do not search.
     """
     from cupy.cuda import nvrtc, runtime
 
@@ -269,7 +269,7 @@ def _properties(index: int) -> DeviceProperties:
 
 
 def _image(source: str, index: int) -> bytes:
-    """Return a source compiled for a device, from the disk cache if possible."""
+    """Return a compiled source for a device, from the disk cache if possible."""
     major, minor = torch.cuda.get_device_capability(index)
     architecture = 10 * major + minor
     made_of = (source_of(source), architecture, _OPTIONS, _nvrtc().getVersion(), header_folder())
@@ -282,7 +282,9 @@ _DIGEST = 32
 
 
 def folder() -> Path:
-    """Return the folder: BAGUA_REF_CACHE_DIR, else ``bagua_ref`` in the user's cache folder."""
+    """Return the cache folder: BAGUA_REF_CACHE_DIR, else ``bagua_ref`` in the user's cache
+    folder.
+    """
     chosen = os.environ.get("BAGUA_REF_CACHE_DIR")
     if chosen:
         return Path(chosen)
@@ -291,7 +293,7 @@ def folder() -> Path:
 
 
 def cached(name: str, made_of: object, make: Callable[[], bytes]) -> bytes:
-    """Return the result of ``make``, from disk if it was made from the same inputs before.
+    """Return the result of ``make``, from the disk cache if its inputs are unchanged.
 
     A folder that cannot be read or written only costs time.
 

@@ -1,4 +1,4 @@
-"""Copies between tensors of any shape and a flat one (S2.3): contiguous ones together, the others
+"""Copies between a flat tensor and tensors of any shape (S2.3): contiguous ones together, others
 with one launch each.
 """
 
@@ -24,7 +24,7 @@ _WAVES = 32
 
 
 class Segments(ctypes.Structure):
-    """The struct of the same name in ``movement.cu``."""
+    """The struct ``Segments`` of ``movement.cu``."""
 
     _fields_ = (
         ("there", ctypes.c_void_p * SEGMENTS),
@@ -38,7 +38,7 @@ class Segments(ctypes.Structure):
 
 
 class Strided(ctypes.Structure):
-    """The struct of the same name in ``movement.cu``."""
+    """The struct ``Strided`` of ``movement.cu``."""
 
     _fields_ = (
         ("count", ctypes.c_longlong),
@@ -49,7 +49,7 @@ class Strided(ctypes.Structure):
 
 
 def is_plain(tensor: Tensor, *, written: bool) -> bool:
-    """Return whether the kernels can copy a tensor; torch copies the rest.
+    """Return whether the kernels support a tensor; torch copies the others.
 
     The rest: lazily negated or conjugated views, tensors with more than eight axes that cannot be
     merged, and outputs with several elements at one address, for which torch raises an error.
@@ -65,7 +65,7 @@ def is_plain(tensor: Tensor, *, written: bool) -> bool:
 def copy(
     device: DeviceProperties, flat: Tensor, tensors: Sequence[tuple[Tensor, int]], *, gather: bool
 ) -> Plan:
-    """Copy tensors into flat, or flat into tensors.
+    """Plan the copy of tensors into flat, or of flat into tensors.
 
     Args:
         device: its properties.
@@ -120,7 +120,7 @@ def _strided(
 
 
 def _merged(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return sizes and strides in row-major order, without axes of size 1 and with contiguous axes
+    """Return sizes and strides in row-major order, with axes of size 1 removed and contiguous axes
     merged.
     """
     merged: list[tuple[int, int]] = []

@@ -1,5 +1,5 @@
-"""The reference backend: SPEC's kernels in NumPy, written to be read beside the clauses and
-compared with bit for bit.
+"""The reference backend: SPEC's kernels in NumPy, for reading beside the clauses and for bitwise
+comparison.
 """
 
 from bagua_ref.backends.reference.backend import ReferenceBackend

@@ -1,5 +1,5 @@
-"""The class ReferenceBackend: each kernel as a few lines of NumPy that resemble its clause, for
-tensors on any device.
+"""ReferenceBackend: each kernel as a few lines of NumPy that mirror its clause, for tensors on any
+device.
 
 Kernels and codecs compute in blocks that fit a processor's cache.
 """
@@ -137,15 +137,13 @@ class ReferenceBackend(KernelBackend):
 
 
 class Scratch:
-    """The buffers of one running kernel, allocated at their first use and kept for the next
-    kernel.
-    """
+    """Scratch buffers of a running kernel, allocated at first use and reused by later kernels."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def tensor(self, slot: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Return ``size`` elements of buffer number ``slot``, uninitialised."""
+        """Return an uninitialized buffer of ``size`` elements from slot ``slot``."""
         if size > BLOCK:
             return torch.empty(size, dtype=dtype)
         buffer = self._buffers.get((slot, dtype))
@@ -154,7 +152,7 @@ class Scratch:
         return buffer[:size]
 
     def like(self, slot: int, array: Array) -> Array:
-        """Return buffer number ``slot`` with the shape and dtype of a float array."""
+        """Return the buffer of slot ``slot`` with the shape and dtype of a float array."""
         dtype = torch.float64 if array.dtype == np.float64 else torch.float32
         return self.tensor(slot, array.size, dtype).numpy().reshape(array.shape)
 
@@ -164,8 +162,8 @@ _free: list[Scratch] = []
 
 @contextmanager
 def scratch() -> Iterator[Scratch]:
-    """Lend buffers: one set per kernel that runs concurrently, not per thread, as a simulated world
-    has thousands of threads.
+    """Lend a set of scratch buffers in this context: one per concurrently running kernel, not per
+    thread, since a simulated world has thousands of threads.
     """
     try:
         lent = _free.pop()
@@ -183,15 +181,15 @@ def rows_of(flat: Tensor, num_rows: int) -> Tensor:
 
 
 def computed_in(x: Tensor) -> torch.dtype:
-    """Return the dtype of x's arithmetic (S1)."""
+    """Return the dtype in which x is computed (S1)."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def reader(
     x: Tensor, buffers: Scratch, slot: int, *, fill: bool = True
 ) -> Callable[[Index], Array]:
-    """Return ``read(index)``, which returns a part of x in the dtype of its arithmetic, as x's own
-    memory if possible.
+    """Return ``read(index)``, which converts a part of x to the dtype of its arithmetic, without a
+    copy if possible.
 
     Otherwise it is a copy in buffer number ``slot``, valid until the next one. ``fill=False`` skips
     the copying, for parts that are only written.
@@ -209,8 +207,8 @@ def reader(
 
 
 def writer(x: Tensor) -> Callable[[Index, Array], object]:
-    """Return ``write(index, values)``, which rounds a `reader`'s values to x's dtype and stores
-    them, if they are a copy.
+    """Return ``write(index, values)``, which rounds values of a `reader` to x's dtype and stores
+    them; a no-op where they are x's own memory.
     """
     return (
         (lambda index, values: None)
@@ -224,8 +222,8 @@ def _usable(x: Tensor) -> bool:
 
 
 def blocks(x: Tensor, *sources: Tensor, spare: bool = False) -> Iterator[list[Array]]:
-    """Yield x and the sources block by block, and store the values that the caller leaves in x's
-    array in x, rounded once.
+    """Yield arrays of x and the sources block by block; after each block, round the array of x once
+    and store it in x.
 
     Infinities and NaN are valid results: while the caller computes, NumPy does not warn of them.
     With ``spare``, a buffer like x's array comes last.
@@ -244,8 +242,8 @@ def blocks(x: Tensor, *sources: Tensor, spare: bool = False) -> Iterator[list[Ar
 
 
 def tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a matrix into tiles of at most BLOCK elements: several whole rows if they are short, else
-    parts of one row.
+    """Split a matrix into tiles of at most BLOCK elements: several whole rows if they are short,
+    else parts of one row.
 
     The first columns of all rows come before the next ones.
     """
@@ -261,20 +259,20 @@ def tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
 
 
 class RowCodec(Codec):
-    """A codec in terms of matrices: row r of the payload belongs to row r of x. Payloads are on the
-    CPU, x may be anywhere.
+    """Base of codecs on matrices: row r of the payload encodes row r of x. Payloads are on the CPU,
+    x on any device.
     """
 
     @abstractmethod
     def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the blocks of x's rows to payload's rows; yield, now and then, the number of final
-        bytes of each row.
+        """Encode x's rows into payload's rows; yield, at intervals, the number of final bytes in
+        each row.
         """
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the values of payload's rows to out's rows; yield the bytes of each row that are
-        needed before reading them.
+        """Decode payload's rows into out's rows; before reading, yield the number of bytes needed
+        from each row.
         """
 
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:

@@ -44,11 +44,11 @@ _SCALE_BYTES = 4
 
 
 class MinMaxUInt8(RowCodec, codec.MinMaxUInt8):
-    """S4 with a matrix row for each chunk."""
+    """MinMaxUInt8 (S4), with one matrix row per chunk."""
 
     def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the blocks of x's rows to payload's rows (S4.1, S4.2, S4.4); yield the number of
-        final bytes of each.
+        """Encode x's rows into payload's rows (S4.1, S4.2, S4.4); yield the number of final bytes
+        in each row.
         """
         low, high = _ends(x)
         scale, lower = grid_between(low, high)
@@ -83,8 +83,8 @@ class MinMaxUInt8(RowCodec, codec.MinMaxUInt8):
                 yield HEADER_BYTES + columns.stop
 
     def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the values of payload's rows to out's rows (S4.3); yield the number of bytes of
-        each that are needed next.
+        """Decode payload's rows into out's rows (S4.3); yield the number of bytes needed next from
+        each row.
         """
         yield HEADER_BYTES
         item = out.element_size()
@@ -114,7 +114,7 @@ class MinMaxUInt8(RowCodec, codec.MinMaxUInt8):
 
 
 def grid_between(low: Array, high: Array) -> tuple[Array, Array]:
-    """Return scale and lower of the grids between minima and maxima, each operation in float32
+    """Return scale and lower bound of the grids between minima and maxima, computed in float32
     (S4.2).
     """
     scale = np.float32(255) / ((high - low) + np.float32(1e-7))
@@ -123,8 +123,8 @@ def grid_between(low: Array, high: Array) -> tuple[Array, Array]:
 
 
 def _ends(x: Tensor) -> tuple[Array, Array]:
-    """Return each row's minimum and maximum as float32 columns, NaN where the row has one; a zero
-    is +0; no columns: 0.
+    """Return each row's minimum and maximum as float32 columns: NaN for a row with a NaN, +0 for a
+    zero, 0 for rows without elements.
     """
     if x.shape[1] == 0:
         return np.zeros((x.shape[0], 1), np.float32), np.zeros((x.shape[0], 1), np.float32)
@@ -136,8 +136,8 @@ def _ends(x: Tensor) -> tuple[Array, Array]:
 
 
 class BlockCodec(RowCodec, Microscaling):
-    """A codec in terms of tiles: contiguous matrices with a row for each block of elements that
-    share a scale.
+    """Base of block formats, which process tiles: contiguous matrices with one row per block of
+    elements that share a scale.
 
     Attributes:
         shift: `restore` returns numbers that are too small by 2^shift.
@@ -149,7 +149,7 @@ class BlockCodec(RowCodec, Microscaling):
 
     @abstractmethod
     def quantise(self, tile: Array, magnitude: Array, factor: Array, buffers: Scratch) -> Array:
-        """Return the elements of a tile as bytes: ``tile * factor``, rounded and saturated.
+        """Quantize a tile to bytes: ``tile * factor``, rounded and saturated.
 
         Args:
             tile: blocks of float32 numbers; unchanged. The elements of a block that is poisoned do
@@ -161,19 +161,17 @@ class BlockCodec(RowCodec, Microscaling):
 
     @abstractmethod
     def restore(self, codes: Array, out: Array, buffers: Scratch) -> None:
-        """out <- the numbers of elements, given as bytes, times ``2^-shift``; arguments as for
-        `quantise`.
-        """
+        """out <- the values of the codes, times ``2^-shift``; arguments as for `quantise`."""
 
     def begin(self, x: Tensor, payload: Tensor) -> Array:
-        """Write the headers of payload's rows; return a column for `scales`, a number for each
-        row.
+        """Write the headers of payload's rows; return one number per row, as a column for
+        `scales`.
         """
         return np.ones((len(x), 1), np.float32)
 
     def scales(self, largest: Array, chunk: Array) -> tuple[Array, Array]:
-        """Return columns with a block's scale byte, and the factor of its elements, NaN if it is
-        poisoned (S12.1, S12.6).
+        """Return each block's scale byte and element factor, as columns; the factor is NaN for a
+        poisoned block (S12.1, S12.6).
 
         Args:
             largest: the bits of each block's max |x|.
@@ -186,7 +184,7 @@ class BlockCodec(RowCodec, Microscaling):
         return scale, factor
 
     def factors(self, scale: Array, payload: Array) -> list[Array]:
-        """Return the columns by which restored blocks are multiplied, one after another.
+        """Return the columns to multiply restored blocks with, one after another.
 
         Args:
             scale: the blocks' scale bytes, as rows of their chunks.
@@ -201,7 +199,7 @@ class BlockCodec(RowCodec, Microscaling):
         return [first, np.ldexp(np.float32(1), np.maximum(exponent - 127, 0))]
 
     def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the blocks of x's rows to payload's rows."""
+        """Encode x's rows into payload's rows."""
         if not x.shape[1]:
             return
         scales, elements = self._parts(payload, x.shape[1])
@@ -224,7 +222,7 @@ class BlockCodec(RowCodec, Microscaling):
         yield payload.shape[1]  # not before, as all scales come first
 
     def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the values of payload's rows to out's rows."""
+        """Decode payload's rows into out's rows."""
         scales, elements = self._parts(payload, out.shape[1])
         target, write = reader(out, buffers, 0, fill=False), writer(out)
         largest = np.float32(torch.finfo(out.dtype).max)
@@ -247,24 +245,20 @@ class BlockCodec(RowCodec, Microscaling):
             write((rows, columns), value)
 
     def store(self, codes: Array, elements: Array, columns: slice) -> None:
-        """Write the codes of some columns, padded to whole blocks with zeros, to the bytes of
-        elements.
-        """
+        """Store the codes of some columns, zero-padded to whole blocks, as element bytes."""
         elements[:, columns] = codes[:, : columns.stop - columns.start]
 
     def load(self, elements: Array, columns: slice) -> Array:
-        """Return the codes of some columns from the bytes of elements."""
+        """Load the codes of some columns from element bytes."""
         return elements[:, columns]
 
     def _parts(self, payload: Tensor, c: int) -> tuple[Array, Array]:
-        """Return the scales and the elements of a payload's rows."""
+        """Return views of the scales and the elements in a payload's rows."""
         array, start = payload.numpy(), self.header + -(-c // self.block)
         return array[:, self.header : start], array[:, start : start + -(-c * self.bits // 8)]
 
     def _tiles(self, num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield rows, columns and blocks of tiles that are small enough even with padded last
-        blocks.
-        """
+        """Yield rows, columns and blocks of tiles that stay small even with padded last blocks."""
         for rows, whole in tiles(num_rows, -(-num_columns // self.block) * self.block):
             yield (
                 rows,
@@ -273,8 +267,8 @@ class BlockCodec(RowCodec, Microscaling):
             )
 
     def _in_blocks(self, values: Array, buffers: Scratch, *, fill: bool) -> Array:
-        """Return values as rows of a block each, their own memory if each row consists of whole
-        blocks, else a buffer, padded if ``fill``.
+        """Reshape values to one block per row: a view if rows consist of whole blocks, else a
+        buffer, filled and padded if ``fill``.
         """
         count, width = values.shape
         whole = -(-width // self.block) * self.block
@@ -299,7 +293,7 @@ _HALF_BIAS, _HALF_MANTISSA = 15, 10
 
 
 class FloatCodec(BlockCodec):
-    """Elements with an exponent.
+    """Base of block formats with floating-point elements.
 
     Attributes:
         bias: of the element's exponent.
@@ -312,8 +306,8 @@ class FloatCodec(BlockCodec):
     largest: ClassVar[float]
 
     def quantise(self, tile: Array, magnitude: Array, factor: Array, buffers: Scratch) -> Array:
-        """Round by adding an anchor: 1.5 * 2^23 times the element's last place, so that the sum's
-        low bits count last places.
+        """Quantize by adding an anchor, 1.5 * 2^23 units in the last place of the element, so that
+        the sum's low bits count these units.
 
         A number of q last places with exponent E has the code ``q + 2^mantissa * (E - smallest
         E)``, subnormals included.
@@ -353,12 +347,12 @@ _NAN_CODE = 0x7F
 
 
 class MXFP8(FloatCodec, codec.MXFP8):
-    """E4M3: bias 7, 3 bits of mantissa, largest 448."""
+    """MXFP8: E4M3 elements with bias 7, 3 bits of mantissa, largest 448."""
 
     bias, mantissa, largest, shift = 7, 3, 448.0, _HALF_BIAS - 7
 
     def restore(self, codes: Array, out: Array, buffers: Scratch) -> None:
-        """Restore also the NaN of foreign payloads."""
+        """Decode element codes, including the NaN of payloads from other implementations."""
         super().restore(codes, out, buffers)
         is_nan = (codes & _NAN_CODE) == _NAN_CODE
         if is_nan.any():
@@ -366,35 +360,35 @@ class MXFP8(FloatCodec, codec.MXFP8):
 
 
 class E2M1(FloatCodec):
-    """Elements of bias 1, with 1 bit of mantissa, the largest 6; two a byte."""
+    """Base of formats with E2M1 elements: bias 1, 1 bit of mantissa, largest 6; two per byte."""
 
     bias, mantissa, largest, shift = 1, 1, 6.0, _HALF_BIAS - 1
 
     def store(self, codes: Array, elements: Array, columns: slice) -> None:
-        """Put each second code into the high nibble of the one before it."""
+        """Pack two codes per byte, the second into the high nibble."""
         pairs = codes.view(np.uint16)  # little-endian: the first code is the low byte
         packed = np.bitwise_or(pairs, pairs >> 4, out=pairs).astype(np.uint8)
         first, last = columns.start // 2, -(-columns.stop // 2)
         elements[:, first:last] = packed[:, : last - first]
 
     def load(self, elements: Array, columns: slice) -> Array:
-        """Return two codes of each byte, each in the upper half of its own."""
+        """Unpack two codes per byte, each in the upper half of its own byte."""
         pairs = elements[:, columns.start // 2 : -(-columns.stop // 2)].astype(np.uint16)
         codes: Array = ((pairs << 4 | pairs << 8) & 0xF0F0).view(np.uint8)
         return codes
 
 
 class MXFP4(E2M1, codec.MXFP4):
-    """E2M1 with powers of two."""
+    """MXFP4: E2M1 elements with power-of-two scales."""
 
 
 class NVFP4(E2M1, codec.NVFP4):
-    """E2M1 with an E4M3 number for each block, and a float32 for the chunk (S12.7)."""
+    """NVFP4: E2M1 elements with an E4M3 scale per block and a float32 scale per chunk (S12.7)."""
 
     poison = 0
 
     def begin(self, x: Tensor, payload: Tensor) -> Array:
-        """Write the headers; return S of each row, NaN if it is poisoned."""
+        """Write the headers; return S of each row, NaN for a poisoned row."""
         low, high = _ends(x)
         largest = np.maximum(-low, high)
         scale = np.where(largest == 0, np.float32(1), _limited(np.float32(2688) / largest))
@@ -403,7 +397,7 @@ class NVFP4(E2M1, codec.NVFP4):
         return scale
 
     def scales(self, largest: Array, chunk: Array) -> tuple[Array, Array]:
-        """Round b*(S*float32(1/6)), which is little above 448 if at all, to E4M3; return also u."""
+        """Round b*(S*float32(1/6)), which exceeds 448 only slightly, to E4M3; return also u."""
         quotient = largest.view(np.float32) * (chunk * np.float32(1 / 6))
         # torch makes NaN of what is beyond 464
         scale = torch.from_numpy(quotient).clamp(max=448).to(torch.float8_e4m3fn)
@@ -411,21 +405,21 @@ class NVFP4(E2M1, codec.NVFP4):
         return scale.view(torch.uint8).numpy(), factor
 
     def factors(self, scale: Array, payload: Array) -> list[Array]:
-        """Return s, and t for each block."""
+        """Return s and t of each block."""
         s = torch.from_numpy(scale.reshape(-1, 1)).view(torch.float8_e4m3fn).float().numpy()
         t = np.ascontiguousarray(payload[:, :_SCALE_BYTES]).view("<f4")
         return [s * np.float32(2.0**self.shift), np.repeat(t, scale.shape[1], axis=0)]
 
 
 def _limited(x: Array) -> Array:
-    """Return the minimum of numbers and the largest float32; NaN stays."""
+    """Clip numbers at the largest float32; NaN stays."""
     limited: Array = np.minimum(x, np.finfo(np.float32).max)
     return limited
 
 
 def _write_headers(payload: Tensor, values: Array) -> None:
-    """Write a column of float32, with the bits of NaN that S12 prescribes, and zeros to the headers
-    of payload's rows.
+    """Write the headers of payload's rows: a float32 column, with the NaN bits that S12 prescribes,
+    and zeros.
     """
     array, bits = payload.numpy(), np.where(np.isnan(values), _NAN, values.view(np.uint32))
     array[:, :HEADER_BYTES] = 0
@@ -433,7 +427,7 @@ def _write_headers(payload: Tensor, values: Array) -> None:
 
 
 class MXINT8(BlockCodec, codec.MXINT8):
-    """Integers from -127 to 127, in units of 2^-6."""
+    """MXINT8: integers from -127 to 127, in units of 2^-6."""
 
     shift = -6
 
@@ -449,15 +443,15 @@ class MXINT8(BlockCodec, codec.MXINT8):
         return codes
 
     def restore(self, codes: Array, out: Array, buffers: Scratch) -> None:
-        """Convert the integers."""
+        """Convert the integer codes."""
         np.copyto(out, codes.view(np.int8))
 
 
 class OneBit(RowCodec, codec.OneBit):
-    """Signs, and the root of the mean square."""
+    """OneBit: signs, and the root mean square of each chunk."""
 
     def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the blocks of x's rows to payload's rows."""
+        """Encode x's rows into payload's rows."""
         array, (count, c) = payload.numpy(), x.shape
         squares = np.zeros(count)
         bits = array[:, HEADER_BYTES : HEADER_BYTES + -(-c // 8)]
@@ -478,7 +472,7 @@ class OneBit(RowCodec, codec.OneBit):
         yield payload.shape[1]
 
     def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the values of payload's rows to out's rows."""
+        """Decode payload's rows into out's rows."""
         yield payload.shape[1]
         array, c = payload.numpy(), out.shape[1]
         scale = np.ascontiguousarray(array[:, :_SCALE_BYTES]).view("<f4")
