@@ -624,12 +624,16 @@ class Peers:
                 left = [f"left/{rank}"]
                 if not self._ask(lambda store, left=left: store.check(left), False, _GRACE):  # type: ignore[misc]
                     ended[rank] = time.monotonic()
-            # Works mostly end in order, and asking one costs a training time: those after the first
-            # that is under way are not asked.
-            for wait in itertools.takewhile(lambda wait: _is_done(wait.work), self._works.copy()):
-                self._works.remove(wait)
-                self._pass(wait.place)
+            self._forget_works()
             self._interrupt_waits(ended)
+
+    def _forget_works(self) -> None:
+        """Remove pending work that is done; a function of its own, as its variables keep work alive."""
+        # Works mostly end in order, and asking one costs a training time: those after the first
+        # that is under way are not asked.
+        for wait in itertools.takewhile(lambda wait: _is_done(wait.work), self._works.copy()):
+            self._works.remove(wait)
+            self._pass(wait.place)
 
     def _interrupt_waits(self, ended: Mapping[int, float]) -> None:
         """Interrupt waits for ranks that have ``ended``, at the times given, and late works."""

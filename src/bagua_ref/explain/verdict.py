@@ -298,8 +298,9 @@ def _waiting(found: Explanation) -> Finding | None:
     if len(absent) > 3:
         sentences.append(f"{len(absent) - 3} more do not come")
     if not found.waits:
-        failed = [dump for dump in found.dumps.values() if dump.error is not None]
-        for dump in sorted(failed, key=lambda dump: dump.time)[:1]:
+        for dump in sorted(found.dumps.values(), key=lambda dump: dump.time):
+            if dump.error is None:
+                continue
             call = dump.stacks[0].call if dump.stacks else RankCall(dump.rank, "", "", "", "", 0)
             at = f" in {call.operation or 'a call'} at {place(call.file, call.line)}"
             text = f"rank {dump.rank} fails{at if call.file else ''}: {dump.error['message']}"

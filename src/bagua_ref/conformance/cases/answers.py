@@ -313,6 +313,7 @@ def _powersgd_round(
     found = compression_numpy.power_sgd_round(
         list(gradients.numpy()), kept, factor, columns.shape[1], memory=memory, **options
     )
+    assert found.q is not None  # each round leaves one
     outputs = {"x": found.result, "qq": compression_numpy.gram(found.q)}
     return outputs | ({} if memory is None else {"errors": found.errors})
 
