@@ -1,4 +1,4 @@
-"""The commands of ``bagua-ref``, one module for each; `bagua_ref_cli` has their options."""
+"""The commands of ``bagua-ref``, one module each; their options are in `bagua_ref_cli`."""
 
 from __future__ import annotations
 

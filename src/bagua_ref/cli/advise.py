@@ -1,5 +1,5 @@
-"""``bagua-ref advise``: a prediction, before any training, of the time of a step with each
-algorithm on a given network.
+"""``bagua-ref advise``: predict the time per training step of each algorithm on a given network,
+without training.
 """
 
 from __future__ import annotations
@@ -62,15 +62,13 @@ _COSTS = {
 
 
 def candidates() -> list[str]:
-    """Return the algorithms that are compared unless the user names others: all that are
-    registered, the baseline first.
-    """
+    """Return the default list of algorithms to compare: all registered ones, the baseline first."""
     names = [_BASELINE, *(name for name in GlobalAlgorithmRegistry if name != _BASELINE)]
     return [name + options for name in names for options in _OPTIONS.get(name, ("",))]
 
 
 def devices() -> dict[str, Any]:
-    """Return the costs that this project has measured, by device."""
+    """Return the costs measured by this project, by device."""
     found: dict[str, Any] = load_json(
         files("bagua_ref.planning").joinpath("devices.json").read_bytes()
     )
@@ -120,7 +118,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _costs(arguments: Namespace, several: bool) -> tuple[Machine, str]:
-    """Return the costs, and where they come from; ``several``: there are links between nodes."""
+    """Return the costs and their origin; ``several``: whether there are links between nodes."""
     check_choice("--device", [arguments.device], devices())
     costs = devices()[arguments.device]
     costs["about"] = f"codecs on {arguments.device}: {costs['about']}"

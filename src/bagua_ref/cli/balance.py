@@ -1,4 +1,6 @@
-"""``bagua-ref balance``: padding and waiting in an epoch of given lengths, without training."""
+"""``bagua-ref balance``: padding and waiting time in an epoch of samples of given lengths, without
+training.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _DRAWN = 60  # steps in the plot: more would be unreadable
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Compare the ways to distribute the samples."""
+    """Compare ways of distributing the samples."""
     try:
         epochs = work_of_epochs(
             read_lengths(arguments.lengths),
@@ -52,7 +54,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def read_lengths(source: str) -> list[float]:
-    """Return the positive numbers in a file or of an importable list or dataset.
+    """Read positive numbers from a file, or from an importable list or dataset.
 
     Raises:
         ValueError: something is no positive number below 1e18, or there are none.
@@ -88,7 +90,7 @@ def work_of_epochs(
     cost: str = "padded",
     max_cost: float | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the work of one epoch by each way to distribute the samples.
+    """Return the work of one epoch for each way of distributing the samples.
 
     Args:
         lengths: of the samples.
@@ -164,7 +166,7 @@ def work_of_epochs(
 
 
 def _draw(epochs: dict[str, dict[str, Any]]) -> Any:
-    """Return a matplotlib Figure with a panel for each way to distribute samples."""
+    """Return a matplotlib Figure with one panel per way of distributing the samples."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 2.2 * len(epochs)), layout="constrained")

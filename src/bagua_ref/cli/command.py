@@ -1,4 +1,4 @@
-"""Parts shared by all commands: outcomes and errors, files and pictures, foreign code, tables."""
+"""Parts shared by all commands: outcomes and errors, files and pictures, user code, tables."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _PACKAGES = {"sklearn": "scikit-learn"}
 
 
 class CommandError(Exception):
-    """The reason why a command cannot run, which is printed; the exit code is 2."""
+    """The reason why a command cannot run; it is printed, and the exit code is 2."""
 
 
 class Outcome(NamedTuple):
-    """The outcome of a command.
+    """The result of a command: text, JSON and exit code.
 
     Attributes:
         text: what it prints.
@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file that the user asked for.
+    """Write a file requested by the user.
 
     Raises:
         CommandError: the file cannot be written.
@@ -73,8 +73,8 @@ def write_file(path: Path, text: str) -> None:
 
 
 def write_picture(draw: Callable[[], Any], path: Path | None) -> str:
-    """Save the matplotlib Figure that ``draw()`` returns, if there is a path; return a line that
-    names it.
+    """Save the matplotlib Figure returned by ``draw()`` to ``path``, if there is one; return a line
+    that names the file.
 
     Raises:
         CommandError: the file cannot be written.
@@ -90,8 +90,8 @@ def write_picture(draw: Callable[[], Any], path: Path | None) -> str:
 
 @contextmanager
 def foreign_code(failure: str) -> Iterator[None]:
-    """Import or call foreign code, which may raise anything, in this context; raise CommandError,
-    with the failure, if it does.
+    """Context for importing or calling user code: any exception becomes a CommandError that begins
+    with ``failure``.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # it is usually in the current folder
@@ -102,16 +102,14 @@ def foreign_code(failure: str) -> Iterator[None]:
 
 
 def load_object(path: str) -> Any:
-    """Return the object that a user names as ``pkg.mod:name``; raise CommandError if it cannot be
-    imported.
-    """
+    """Import the object named ``pkg.mod:name`` by the user; raise CommandError if that fails."""
     with foreign_code(f"cannot load {path}"):
         return resolve_name(path)
 
 
 def call_object(path: str) -> Any:
-    """Return the result of the function that a user names as ``pkg.mod:name``; raise CommandError
-    if there is none.
+    """Call the function named ``pkg.mod:name`` by the user, and return its result; raise
+    CommandError if that fails.
     """
     function = load_object(path)
     with foreign_code(f"{path}() failed"):
@@ -119,7 +117,7 @@ def call_object(path: str) -> Any:
 
 
 def check_choice(argument: str, words: Iterable[str], choices: Collection[str]) -> None:
-    """Raise CommandError, as argparse would, if one of the words for an argument is no choice."""
+    """Raise CommandError, with argparse's message, if a word is not among the choices."""
     for word in words:
         if word not in choices:
             raise CommandError(
@@ -128,8 +126,8 @@ def check_choice(argument: str, words: Iterable[str], choices: Collection[str]) 
 
 
 def become_rank(rank: int, ranks: int, port: int) -> None:
-    """Set the environment of this process to that of a rank under torch's launcher, on one machine
-    and with a store at ``port``.
+    """Set this process's environment variables to those of a rank started by torchrun on one
+    machine, with the store at ``port``.
     """
     environment = {
         "RANK": rank,
@@ -147,8 +145,8 @@ def become_rank(rank: int, ranks: int, port: int) -> None:
 
 
 def require(user: str, extra: str, *modules: str) -> None:
-    """Raise CommandError if modules of ``extra`` are missing, which ``user`` needs; called before
-    any work.
+    """Raise CommandError if modules of ``extra`` that ``user`` needs are missing; called before any
+    work.
     """
     if missing := [
         _PACKAGES.get(module, module) for module in modules if find_spec(module) is None
@@ -159,7 +157,9 @@ def require(user: str, extra: str, *modules: str) -> None:
 
 
 def show_progress(line: str, keep: bool = False) -> None:
-    """Show progress on standard error: a changing line in a terminal, elsewhere lines to ``keep``."""
+    """Show progress on standard error: a line that changes in a terminal; elsewhere, only lines
+    with ``keep``.
+    """
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line}", end="\n" if keep else "", file=sys.stderr, flush=True)
     elif keep:
@@ -172,8 +172,8 @@ def end_progress() -> None:
 
 
 def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table as wide as its cells, which may have several lines; the first column is
-    left-aligned, numbers are right-aligned.
+    """Format a table with columns as wide as their cells, which may have several lines; the first
+    column is left-aligned, numbers are right-aligned.
     """
     cells = [[str(cell).split("\n") for cell in row] for row in (headers, *rows)]
     widths = [

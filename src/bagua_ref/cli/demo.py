@@ -81,7 +81,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of the demo: processes, passes over the data, seed and algorithms."""
+    """Options of the demo: number of processes, passes over the data, seed and algorithms."""
 
     ranks: int = 4
     epochs: int = 10
@@ -91,17 +91,19 @@ class Settings:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps per pass over the training images, without an incomplete last batch."""
+        """Number of steps per pass over the training images; an incomplete last batch is
+        dropped.
+        """
         return 10 if self.quick else TRAINING_IMAGES // (GLOBAL_BATCH // self.ranks * self.ranks)
 
     @property
     def steps(self) -> int:
-        """Steps per algorithm."""
+        """Number of steps per algorithm."""
         return self.steps_per_epoch * (1 if self.quick else self.epochs)
 
 
 class Digits(NamedTuple):
-    """Images (m, 1, 8, 8) from 0 to 1 and labels (m,), as a training and a test set."""
+    """Training and test set: images (m, 1, 8, 8) from 0 to 1 and labels (m,)."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -110,7 +112,7 @@ class Digits(NamedTuple):
 
     @staticmethod
     def load() -> Digits:
-        """Return the 1797 digits of scikit-learn, always with the same split."""
+        """Load the 1797 digits of scikit-learn, with a fixed split."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -123,7 +125,7 @@ class Digits(NamedTuple):
     def batches(
         self, settings: Settings, share: int, shares: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield part ``share`` of ``shares`` of every step's batch, which depends on the seed."""
+        """Yield part ``share`` of ``shares`` of each step's batch; batches depend on the seed."""
         whole = GLOBAL_BATCH // settings.ranks * settings.ranks
         size = whole // shares
         for step in range(settings.steps):
@@ -142,7 +144,7 @@ def make_model() -> nn.Module:
 
 
 def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer for training with algorithm ``name``, or `ALONE`."""
+    """Return a new optimizer for training with algorithm ``name``, or `ALONE`."""
     if name == "qadam":
         # The variance freezes early: with Adam's eps of 1e-8, weights whose gradients were almost
         # zero until then get huge steps.
@@ -154,7 +156,7 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """The outcome of training with one algorithm, means over ranks.
+    """Result of training with one algorithm, averaged over ranks.
 
     Attributes:
         algorithm: its name, or `ALONE`.
@@ -183,7 +185,7 @@ class TrainingOutcome:
 
 
 def train(name: str, settings: Settings, digits: Digits) -> TrainingOutcome:
-    """Train with algorithm ``name``, or alone; every rank calls it and gets the same outcome.
+    """Train with algorithm ``name``, or alone; every rank calls this and gets the same result.
 
     Args:
         name: a name in `RECIPES`, or `ALONE` for one process that takes whole batches.
@@ -294,8 +296,8 @@ def _line(outcome: TrainingOutcome) -> str:
 
 
 def _run_workers(settings: Settings) -> Generator[TrainingOutcome, None, None]:
-    """Run the workers and yield the outcomes as they come; raise ProcessException if one fails; end all if
-    this is closed.
+    """Run the workers and yield outcomes as they arrive; raise ProcessException if a worker fails.
+    Closing the generator ends all workers.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     processes = multiprocessing.get_context("forkserver")
@@ -351,7 +353,7 @@ _HEADERS = (
 
 
 def _cells(outcome: TrainingOutcome) -> list[str]:
-    """Return the cells of an outcome's row."""
+    """Return the table cells of an outcome."""
     alone = outcome.algorithm == ALONE
     return [
         outcome.algorithm,
@@ -365,7 +367,7 @@ def _cells(outcome: TrainingOutcome) -> list[str]:
 
 
 def _page(title: str, outcomes: Sequence[TrainingOutcome], settings: Settings) -> str:
-    """Return the report as a self-contained HTML page."""
+    """Format the report as a self-contained HTML page."""
     headers = "".join(f"<th>{escape(header)}</th>" for header in _HEADERS)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(outcome)) + "</tr>\n"

@@ -1,5 +1,5 @@
-"""``bagua-ref doctor``: a report on installed software, on what can run, and on why the rest
-cannot.
+"""``bagua-ref doctor``: report installed software, the features that work here, and why others do
+not.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ their own.
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Report the findings."""
+    """Report the installation's state."""
     findings, columns = examine(), min(_COLUMNS, shutil.get_terminal_size().columns)
     lines = []
     for topic, entries in findings.items():
@@ -74,7 +74,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def examine() -> dict[str, dict[str, Any]]:
-    """Return the findings on this machine, by topic."""
+    """Examine this machine; return the findings by topic."""
     return {
         "versions": {
             "bagua_ref": bagua_ref.__version__,
@@ -107,9 +107,7 @@ def examine() -> dict[str, dict[str, Any]]:
 
 
 def tested_versions() -> dict[str, str]:
-    """Return the packages that bagua_ref is tested in or with, and their versions in these
-    tests.
-    """
+    """Return the package versions with which bagua_ref is tested."""
     pins = (files("bagua_ref.integrations") / "tested.txt").read_text()
     return dict(re.findall(r"^([^#=\s]+)==([^;\s]+)", pins, re.MULTILINE))
 
@@ -164,7 +162,7 @@ def _first_line(*command: str) -> str:
 
 
 def _problems() -> dict[str, str]:
-    """Return the problems of environment variables that are set."""
+    """Return the problems with environment variables that are set."""
     checks: dict[str, Callable[[], object]] = {
         "launch": env.get_rank,
         "bucket size": env.get_default_bucket_size,

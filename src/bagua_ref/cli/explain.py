@@ -1,4 +1,4 @@
-"""``bagua-ref explain``: say in a sentence why a real job hangs, from what its ranks have dumped."""
+"""``bagua-ref explain``: explain in one sentence why a job hangs, from the dumps of its ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_SIMULATED = 8
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Explain the dumps of a folder."""
+    """Explain the dumps in a folder."""
     try:
         found = explain(arguments.folder)
     except DumpError as error:

@@ -1,6 +1,4 @@
-"""``bagua-ref graph``: the graphs of decentralized training, and the speed at which ranks come to
-consensus.
-"""
+"""``bagua-ref graph``: the graphs of decentralized training, and their speed of consensus."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ _PANELS, _COLUMNS = 12, 4
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Print the graphs of a mode or a function, and how they mix."""
+    """Print the graphs of a mode or a function, and their mixing properties."""
     mode, n = arguments.mode, arguments.ranks
     if arguments.png is not None and n > _MAX_DRAWN:
         raise CommandError(f"argument --png: pictures have up to {_MAX_DRAWN} ranks, not {n}")
@@ -65,7 +63,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def verdict(found: Mixing, tolerance: float) -> str:
-    """Return in words when ranks have come to consensus."""
+    """Describe in words after how many rounds the ranks reach consensus."""
     if found.rounds is None:
         return "never"
     rounds = f"{found.rounds} round{'s' * (found.rounds != 1)}"
@@ -106,7 +104,7 @@ def _text(mode: str, graphs: list[Graph], found: Mixing, summary: str) -> str:
 
 
 def _sends(graph: Graph) -> list[str]:
-    """Return senders and receivers in words; an exchange of two ranks, once."""
+    """Describe senders and receivers in words; an exchange between two ranks appears once."""
     receivers: list[list[int]] = [[] for _ in graph]
     for receiver, row in enumerate(graph):
         for source, _ in row:
@@ -124,7 +122,7 @@ def _sends(graph: Graph) -> list[str]:
 
 
 def draw_graphs(graphs: Sequence[Graph], title: str) -> Any:
-    """Return a matplotlib Figure with a panel for each of the first rounds."""
+    """Return a matplotlib Figure with one panel for each of the first rounds."""
     from matplotlib.figure import Figure
 
     shown = graphs[:_PANELS]
@@ -144,7 +142,7 @@ def draw_graphs(graphs: Sequence[Graph], title: str) -> Any:
 
 
 def _draw_round(axes: Any, graph: Graph) -> None:
-    """Draw ranks on a circle, clockwise from the top, and an arrow from each sender."""
+    """Draw ranks on a circle, clockwise from the top, with arrows from senders to receivers."""
     n = len(graph)
     angles = [math.pi / 2 - 2 * math.pi * rank / n for rank in range(n)]
     points = [(math.cos(angle), math.sin(angle)) for angle in angles]

@@ -1,5 +1,5 @@
-"""``bagua-ref measure``: the costs of this job's links, codecs and compute, which ``bagua-ref
-advise`` reads.
+"""``bagua-ref measure``: measure the costs of this job's links, codecs and compute, for ``bagua-ref
+advise``.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def check_fits(residuals_of: dict[str, list[float]], limit: float) -> None:
-    """Raise CommandError if fitted times are off by more than ``limit`` of the measured ones."""
+    """Raise CommandError if fitted times differ from measured ones by more than ``limit``."""
     for kind, residuals in residuals_of.items():
         residual = max(map(abs, residuals))
         if residual > limit:
@@ -108,8 +108,8 @@ def check_fits(residuals_of: dict[str, list[float]], limit: float) -> None:
 
 
 def fit_links(repeat: int) -> dict[str, tuple[LinkCost, list[float]]]:
-    """Return the fitted costs and residuals of each kind of link; the same on all ranks, from the
-    slowest one's times.
+    """Return the fitted costs and residuals of each kind of link, from the slowest rank's times;
+    equal on all ranks.
     """
     group = bagua_ref.communication.new_group()
     everyone, leaders, node = (
@@ -142,8 +142,8 @@ def fit_links(repeat: int) -> dict[str, tuple[LinkCost, list[float]]]:
 
 
 def time_operations(repeat: int, links: LinkCosts) -> tuple[dict[str, float], dict[str, float]]:
-    """Return a rank's own time in operations on buckets, by codec: seconds per element, and seconds
-    per operation of any size.
+    """Measure a rank's own time in operations on buckets, by codec: seconds per element, and
+    seconds per operation of any size.
 
     Short trainings are timed, without what they take without communication. The rate is that of one
     simulated rank alone, by large buckets. An operation is that of all ranks on small buckets,
@@ -189,7 +189,7 @@ def _alone(algorithm: Algorithm, repeat: int, _: Communicator) -> list[float]:
 
 
 def _beside_compute(algorithm: Algorithm, side: int, repeat: int) -> float:
-    """Return the seconds for each bucket of a training step, without those of a step without
+    """Return the time per bucket of a training step, in seconds, minus that of a step without
     communication.
     """
     plain = torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(_BUCKETS)))
@@ -204,7 +204,9 @@ def _beside_compute(algorithm: Algorithm, side: int, repeat: int) -> float:
 
 
 def times_of(run: Callable[[], Any], repeat: int) -> list[float]:
-    """Return the seconds of each run but the first two, which may allocate memory or connect."""
+    """Return the time of each run in seconds, without the first two, which may allocate memory or
+    connect.
+    """
     times = []
     for _ in range(2 + repeat):
         begin = time.perf_counter()

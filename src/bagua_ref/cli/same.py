@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Compare the layouts of a batch."""
+    """Compare different layouts of a batch."""
     step = load_object(arguments.step)
     model = arguments.model and load_object(arguments.model)
     labels = int(arguments.labels) if arguments.labels.isdecimal() else arguments.labels

@@ -1,4 +1,6 @@
-"""``bagua-ref selftest``: short trainings with four algorithms in two processes of this machine."""
+"""``bagua-ref selftest``: short training runs with four algorithms in two processes on this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _EQUAL = ("gradient_allreduce", "bytegrad", "local_sgd")
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Run the trainings in new processes."""
+    """Run the self-test in new processes."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "results.json")
@@ -58,7 +60,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _train(rank: int, port: int, path: str) -> None:
-    """Run all trainings on one rank; rank 0 writes the results."""
+    """Run all training runs on one rank; rank 0 writes the results."""
     become_rank(rank, _RANKS, port)
     bagua_ref.init_process_group(backend="gloo", timeout=_TIMEOUT)
     rows = [_row(name, options, rank) for name, options in _ALGORITHMS.items()]

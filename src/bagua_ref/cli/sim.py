@@ -1,5 +1,5 @@
-"""``bagua-ref sim``: run a program of torch.distributed on simulated ranks under many schedules,
-and name what goes wrong.
+"""``bagua-ref sim``: run a torch.distributed program on simulated ranks under many schedules, and
+report its errors.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 def _command(arguments: Namespace, found: Any) -> str:
-    """Return the command that replays a finding."""
+    """Return the command line that replays a finding."""
     words = ["bagua-ref", "sim", arguments.program]
     options = {
         "--ranks": arguments.ranks or (None if arguments.nodes else 2),
@@ -150,7 +150,7 @@ def _command(arguments: Namespace, found: Any) -> str:
 
 
 def _seconds(text: str) -> float:
-    """Return a limit in seconds."""
+    """Parse a time limit, such as 90s, 5m or 1h, as seconds."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
     try:
         seconds = float(number) * _UNITS[unit]

@@ -33,7 +33,9 @@ __all__ = ["run"]
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Run the checks: 0 if all passed, 1 if one failed, 2 if none could be run."""
+    """Run the checks and return the exit code: 0 if all passed, 1 if one failed, 2 if none could
+    run.
+    """
     named = NamedTarget(
         arguments.target, arguments.backend, arguments.communicator, arguments.program
     )
@@ -84,7 +86,7 @@ def run(arguments: Namespace) -> Outcome:
 
 @contextlib.contextmanager
 def _output_on_stderr() -> Iterator[None]:
-    """Send all output in this context, also that of C code, to standard error."""
+    """Context that redirects all output, including that of C code, to standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

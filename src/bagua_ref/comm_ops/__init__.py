@@ -1,4 +1,6 @@
-"""The bucket operations of S3, S10, S11 and S15. They know kernels and communicators, not buckets."""
+"""The bucket operations of S3, S10, S11 and S15, which depend on kernels and communicators but not
+on buckets.
+"""
 
 from bagua_ref.comm_ops.asynchronous import AsynchronousModelAverage
 from bagua_ref.comm_ops.base import CommOp, Hierarchical, PythonOp

@@ -22,8 +22,8 @@ _GLANCE = 0.01
 
 
 class WeightLock:
-    """A fair lock: weights are used by training or changed by a round of averaging, never both at
-    once.
+    """A fair lock on the weights: they are either used by training or changed by an averaging
+    round, never both at once.
 
     Training may hold it several times (a closure's forward inside ``optimizer.step``), and another
     thread may release what training holds. Only one thread trains.
@@ -47,7 +47,7 @@ class WeightLock:
         """Called repeatedly while a round waits; may release what training no longer needs."""
 
     def hold(self) -> None:
-        """Acquire the weights for training, once more."""
+        """Acquire the lock for training; can be nested."""
         with self._counting:
             if self._holds:
                 self._holds += 1
@@ -59,7 +59,7 @@ class WeightLock:
             self._holds = 1
 
     def release(self) -> None:
-        """Release one `hold`."""
+        """Undo one `hold`."""
         with self._counting:
             if not self._holds:
                 raise RuntimeError("unlock_weight() without lock_weight()")
@@ -70,26 +70,27 @@ class WeightLock:
             self._lock.release()
 
     def take_for_round(self) -> None:
-        """Acquire the weights to change them."""
+        """Acquire the lock for an averaging round, which changes the weights."""
         while not self._lock.acquire(timeout=_GLANCE):
             if self.on_wait is not None:
                 self.on_wait()
         self.wait_for_training()
 
     def release_from_round(self) -> None:
-        """Release the weights after a round."""
+        """Release the lock after an averaging round."""
         self._changed = runtime.record_event(self._device)
         self._lock.release()
 
     def wait_for_training(self) -> None:
-        """On CUDA, make the current stream wait for work that training queued before it last
-        released the weights.
+        """Make the current CUDA stream wait for the work that training queued before its last
+        release of the weights.
         """
         runtime.order_after(self._used, self._device)
 
 
 class AsynchronousModelAverage(CommOp):
-    """One round: ``x <- x + (mean over ranks of s - s)`` with the snapshot ``s <- x`` (S3.6).
+    """One round of asynchronous averaging: ``x <- x + (mean over ranks of s - s)`` with the
+    snapshot ``s <- x`` (S3.6).
 
     agree on stopping -> s <- x -> r <- sum over ranks of s, in float32 -> under the weight lock x
     <- x + (r/n - s)
@@ -120,7 +121,7 @@ class AsynchronousModelAverage(CommOp):
         self._reduced: Tensor | None = None
 
     def __call__(self, x: Tensor) -> None:
-        """Run one round on ``x``, or agree to stop."""
+        """Run one round on ``x``, or agree with the other ranks to stop."""
         if self._stopped:
             return
         flag = torch.tensor([int(self._wants_to_stop)], dtype=torch.int32, device=x.device)
@@ -146,11 +147,11 @@ class AsynchronousModelAverage(CommOp):
             self.lock.release_from_round()
 
     def lock_weight(self) -> None:
-        """Keep rounds from changing the weights until `unlock_weight`."""
+        """Lock the weights for training: rounds cannot change them until `unlock_weight`."""
         self.lock.hold()
 
     def unlock_weight(self) -> None:
-        """Let rounds change the weights again."""
+        """Unlock the weights, so that rounds can change them again."""
         self.lock.release()
 
     def __enter__(self) -> AsynchronousModelAverage:
@@ -161,7 +162,7 @@ class AsynchronousModelAverage(CommOp):
         self.unlock_weight()
 
     def abort(self) -> None:
-        """Ask to stop; rounds continue until all ranks have asked."""
+        """Request a stop; rounds continue until all ranks have requested it."""
         self._wants_to_stop = True
 
     def reset(self) -> None:

@@ -1,5 +1,5 @@
-"""Operations on a bucket's flat tensor together with the other ranks: their base, their
-hierarchical form (S3.3), and Python's.
+"""Collective operations on the flat tensor of a bucket: the base class, hierarchical operations
+(S3.3), and Python functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from bagua_ref.types import ReduceOp
 
 
 class CommOp(ABC):
-    """One operation of S3: ``kernels`` compute, ``comm`` moves data. It knows nothing of buckets.
+    """Base of the operations of S3: ``kernels`` compute, ``comm`` moves data. It does not depend on
+    buckets.
 
     Args:
         comm: the communicator of the ranks that take part; all of them run the operation.
@@ -30,8 +31,8 @@ class CommOp(ABC):
         return f"{type(self).__name__}({self.comm.nranks()} ranks)"
 
     def work(self) -> tuple[str, int]:
-        """Return the computation of the next execution, besides its codec: its name and number of
-        elements, from which its time is predicted (S14.3).
+        """Return the computation of the next execution, apart from its codec, as a name and a
+        number of elements, for predictions of time (S14.3).
         """
         return "", 0
 
@@ -41,8 +42,8 @@ class CommOp(ABC):
 
 
 class PythonOp:
-    """``function(bucket_name)``, called on the background worker; it may read and write the
-    bucket's tensors (S3.8).
+    """The operation ``function(bucket_name)``, called on the background worker; it may read and
+    write the bucket's tensors (S3.8).
     """
 
     def __init__(self, function: Callable[[str], object], bucket_name: str) -> None:
@@ -52,14 +53,13 @@ class PythonOp:
         return f"PythonOp({getattr(self.function, '__qualname__', self.function)})"
 
     def __call__(self, x: Tensor) -> None:
-        """Call the function. It does not get ``x``, the bucket's flat tensor: it accesses the
-        bucket itself.
-        """
+        """Call the function, which accesses the bucket itself instead of its flat tensor ``x``."""
         self.function(self.bucket_name)
 
 
 class Hierarchical(CommOp):
-    """``leaders_op`` between node leaders, on node sums or on node sums divided by n/L (S3.3).
+    """Hierarchical operation: ``leaders_op`` between node leaders, on node sums or on node sums
+    divided by n/L (S3.3).
 
     reduce to the leader -> leaders_op between the L leaders -> broadcast inside the node
 
@@ -92,7 +92,7 @@ class Hierarchical(CommOp):
         return f"Hierarchical({self.leaders_op!r}, {self.comm.nranks()} ranks)"
 
     def __call__(self, x: Tensor) -> None:
-        """Run on ``x`` in place; every rank of a node ends with identical bits."""
+        """Run on ``x`` in place; all ranks of a node end with identical bits."""
         reduce_to_leader(x, self.comm, self.kernels, self.divisor, self.in_rank_order)
         if self.leaders_op is not None:
             self.leaders_op(x)
@@ -106,7 +106,7 @@ def reduce_to_leader(
     divisor: float | None,
     in_rank_order: bool,
 ) -> None:
-    """Sum x over a node at its leader (S3.3).
+    """Sum x over the ranks of a node into the leader's tensor (S3.3).
 
     Rank 0's ``x <- (sum over intra, in float32) / float32(divisor)``, rounded once; x of other
     ranks is unchanged.

@@ -1,5 +1,5 @@
-"""Sum or mean over all ranks: in full precision, in compressed chunks, or with an error memory of
-these (S3.1, S3.2, S11.1).
+"""Sum or mean over all ranks: in full precision, in compressed chunks, or in compressed chunks with
+error feedback (S3.1, S3.2, S11.1).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bagua_ref.types import ReduceOp
 
 
 class _Centralized(CommOp):
-    """A sum over all ranks, or with ``average`` the mean."""
+    """Base of operations that compute the sum over all ranks, or the mean with ``average``."""
 
     def __init__(self, comm: Communicator, kernels: KernelBackend, average: bool) -> None:
         super().__init__(comm, kernels)
@@ -55,7 +55,7 @@ class CentralizedScatterGather(_Centralized):
 
 
 class CentralizedLowPrecision(_Centralized):
-    """Sum or mean over all ranks with compressed chunks on the wire (S3.2).
+    """Sum or mean over all ranks, sent in compressed chunks (S3.2).
 
     compress n chunks -> all-to-all -> decompress -> reduce my chunk -> compress it -> all-gather ->
     decompress
@@ -98,8 +98,8 @@ class CentralizedLowPrecision(_Centralized):
 
 
 class ErrorMemory:
-    """Error memory of a bucket on this rank: e, left out of all of it, and f, left out of the
-    rank's own chunk (S11.1).
+    """Residuals of error feedback of a bucket on this rank: e of the rank's whole contribution, and
+    f of the result of its own chunk (S11.1).
 
     Attributes:
         worker: e: the errors of this rank's contributions, ``numel`` float32 elements.
@@ -124,7 +124,8 @@ class ErrorMemory:
     def restore(
         self, kept: tuple[Tensor, Tensor] | None, device: torch.device | None = None
     ) -> None:
-        """Set e and f to the tensors ``kept``, or to zeros; move them to ``device``, if it is given.
+        """Set e and f to the tensors ``kept``, or to zeros if None; move them to ``device``, if
+        given.
 
         Rounds replace e and f, and do not change them.
         """
@@ -138,7 +139,7 @@ class ErrorMemory:
             self.worker, self.server = (tensor.to(self.device) for tensor in kept)
 
     def put_back(self, before: tuple[Tensor, Tensor], start: int, end: int, place: int) -> None:
-        """Restore the elements from ``start`` to ``end`` of the bucket.
+        """Restore the residuals of the bucket's elements from ``start`` to ``end``.
 
         Args:
             before: e and f to take them from.
@@ -152,7 +153,8 @@ class ErrorMemory:
         self.server[part] = before[1][part]
 
     def update(self, worker: Tensor, server: Tensor, result: Tensor, place: int) -> None:
-        """Keep the new e and f, except where the result is NaN, and 0 for padding.
+        """Store the new e and f, with 0 for padding; elements whose result is NaN keep their old
+        residuals.
 
         Args:
             worker: e of this round; changed.
@@ -171,8 +173,7 @@ class ErrorMemory:
 
 
 class CentralizedErrorFeedback(CentralizedLowPrecision):
-    """Sum or mean over all ranks in compressed chunks, with memory of the compression errors
-    (S11.1).
+    """Sum or mean over all ranks in compressed chunks, with error feedback (S11.1).
 
     With C the codec, D its decoder, e the memory of all chunks and f that of the rank's own chunk:
 

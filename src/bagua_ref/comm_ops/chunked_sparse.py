@@ -27,8 +27,8 @@ not 0 (S15.4).
 
 
 def transformed(x: Tensor, sides: tuple[int, int], inverse: bool = False) -> Tensor:
-    """Return the discrete cosine transform of each chunk, or the inverse: in float64, rounded to
-    float32 (S15.6).
+    """Return the discrete cosine transform of each chunk, or its inverse, computed in float64 and
+    rounded to float32 (S15.6).
 
     Args:
         x: float32, K x m.
@@ -43,8 +43,8 @@ def transformed(x: Tensor, sides: tuple[int, int], inverse: bool = False) -> Ten
 
 @functools.cache
 def basis(c: int) -> Tensor:
-    """Return B_c, c x c: ``sqrt((1 if i = 0 else 2)/c) cos(pi i (2j+1)/(2c))``, 0 where that is a
-    zero of the cosine.
+    """Return the c x c DCT matrix B_c: ``sqrt((1 if i = 0 else 2)/c) cos(pi i (2j+1)/(2c))``,
+    exactly 0 at zeros of the cosine.
     """
     return torch.tensor(
         [
@@ -120,14 +120,14 @@ class ChunkedSparse(CommOp):
         self._cosine, self._sign, self._compresses = cosine, sign, compresses
 
     def work(self) -> tuple[str, int]:
-        """Return the selection's input and the values to average."""
+        """Return the work of the selection and the averaging, in elements."""
         chosen = sum(layout.shape.numel() for layout in self._layouts)
         kept = sum(coder.count for coder in self._coders)
         return "topk", (chosen + self.comm.nranks() * kept) * self._compresses()
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> None:
-        """Replace ``x`` by the mean of all ranks' messages."""
+        """Replace ``x`` with the mean of all ranks' messages."""
         if not self._compresses():
             self.comm.allreduce_inplace(x, ReduceOp.AVG)
             return
@@ -150,7 +150,7 @@ class ChunkedSparse(CommOp):
                 self._finish(coder, rows, *tensor)
 
     def _tensors(self, flat: Tensor) -> list[Tensor]:
-        """Return views of ``flat`` as the tensors of the bucket."""
+        """Split ``flat`` into views with the shapes of the bucket's tensors."""
         parts = flat.split([layout.shape.numel() for layout in self._layouts])
         return [layout.view(part) for layout, part in zip(self._layouts, parts, strict=True)]
 
@@ -158,7 +158,7 @@ class ChunkedSparse(CommOp):
         return transformed(y, chunks.sides, inverse) if self._cosine else y
 
     def _finish(self, coder: ChunkCoder, rows: Tensor, x: Tensor, p: Tensor, error: Tensor) -> None:
-        """Write the result and the error memory of a tensor, of which each rank has sent a row."""
+        """Write the result and the residual of one tensor, given one received row per rank."""
         chunks = coder.chunks
         numel = chunks.count * chunks.numel
         mean, own = torch.zeros(2, numel, dtype=torch.float32, device=x.device)

@@ -1,5 +1,5 @@
-"""Decentralized averaging of weights: with all ranks or along a graph (S3.4, S13), or compressed on
-a ring (S3.5).
+"""Decentralized averaging of weights: with all ranks, along a graph (S3.4, S13), or compressed on a
+ring (S3.5).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bagua_ref.types import ReduceOp
 
 
 def _with_receivers(graph: Graph) -> tuple[Graph, list[list[int]]]:
-    """Return a graph and, for each rank, the other ranks that receive from it."""
+    """Return a graph, and the receivers of each rank apart from itself."""
     receivers: list[list[int]] = [[] for _ in graph]
     for rank, row in enumerate(graph):
         for source, _ in row:
@@ -40,8 +40,8 @@ def _with_receivers(graph: Graph) -> tuple[Graph, list[list[int]]]:
 
 @lru_cache(maxsize=16)
 def _named(function: Callable[[int, int], Graph], t: int, n: int) -> tuple[Graph, list[list[int]]]:
-    """Return the graph and receivers of a named mode, cached for the buckets and simulated ranks of a
-    process.
+    """Return the graph and receivers of a named mode; the cache is shared by the buckets and
+    simulated ranks of a process.
     """
     return _with_receivers(function(t, n))
 
@@ -132,7 +132,8 @@ class Decentralized(CommOp):
             self._average(mine, self.graph)
 
     def copy_back_peer_weight(self, bucket: Any) -> None:
-        """Copy the result into the bucket's tensors; hierarchical: a collective inside the node.
+        """Copy the averaged weights into the bucket's tensors; hierarchical: collective over the
+        node.
 
         Call it only between the end of an execution (``wait_pending_comm_ops()``) and the beginning
         of the next.
@@ -150,8 +151,8 @@ class Decentralized(CommOp):
             bucket.copy_from_flat(self.peer_weight)
 
     def _average(self, mine: Tensor, graph: Graph) -> None:
-        """Set ``peer_weight`` to the average, by this rank's row of the graph, of ``mine`` and the
-        weights received.
+        """Set ``peer_weight`` to the average of ``mine`` and the received weights, as in this
+        rank's row of the graph.
         """
         if len(graph) == 1:
             self.peer_weight.copy_(mine)
@@ -186,7 +187,7 @@ class Decentralized(CommOp):
         return mean
 
     def _graph(self, t: int) -> Graph:
-        """Return the graph of step t; of "all", which is an all-reduce, an empty one."""
+        """Return the graph of step t; empty in mode "all", which is an all-reduce."""
         mode, n = self.peer_selection_mode, self.comm.nranks()
         if mode == "all":
             return []
@@ -199,7 +200,8 @@ class Decentralized(CommOp):
         return graph
 
     def _agreed(self, function: GraphFunction, t: int, n: int) -> Graph:
-        """Return the graph that a user's function gives. Collective over all ranks.
+        """Call the user's graph function; return its graph after checking that all ranks got the
+        same. Collective over all ranks.
 
         The function may fail on one rank only, or differ. No rank may then go on alone: it would
         wait, or mix.
@@ -247,8 +249,8 @@ class Decentralized(CommOp):
 
 
 def trade_with_neighbours(mine: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Send ``mine`` to both neighbours on the ring; return the tensors of the left and the right
-    one (S3.5).
+    """Exchange tensors with both ring neighbours: send ``mine``, return the left and the right
+    neighbour's (S3.5).
 
     The left neighbour is rank r-1, the right one r+1, modulo n. A single rank is its own neighbour;
     of two ranks, each is the other's neighbour on both sides.
@@ -263,7 +265,7 @@ def trade_with_neighbours(mine: Tensor, comm: Communicator) -> tuple[Tensor, Ten
 
 
 class LowPrecisionDecentralized(CommOp):
-    """Averages weights with both ring neighbours and sends the changes compressed (S3.5).
+    """Weight averaging with both ring neighbours, by compressed changes of the weights (S3.5).
 
     x += 1/3 L + 1/3 R - 5/3 W -> q = compress(x) -> send q both ways -> L += dq(q_left), R +=
     dq(q_right), x <- dq(q) + W, W <- x
@@ -308,7 +310,7 @@ class LowPrecisionDecentralized(CommOp):
         )
 
     def __call__(self, x: Tensor) -> None:
-        """Take one step on ``x`` in place."""
+        """Average ``x`` in place."""
         kernels, codec, W, L, R = (
             self.kernels,
             self.codec,

@@ -1,6 +1,4 @@
-"""Mean over all ranks of low-rank approximations, with their errors added to the next round's
-gradients (S10).
-"""
+"""Mean over all ranks of low-rank approximations, with error feedback (S10)."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from bagua_ref.types import ReduceOp
 
 @dataclass(frozen=True)
 class Matrix:
-    """A gradient that is compressed, in the flat tensor of its bucket: n x m, in the row-major
-    order of the gradient's axes.
+    """Position of a compressed gradient in its bucket's flat tensor, as an n x m matrix in the
+    row-major order of the gradient's axes.
 
     Attributes:
         name: of its error memory e and its factor Q.
@@ -45,23 +43,23 @@ class Matrix:
 
     @property
     def end(self) -> int:
-        """The element after its last one."""
+        """Index of the element after the matrix."""
         return self.start + self.n * self.m
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the matrix: a view of ``flat`` where strides can express it, else a copy."""
+        """Return the matrix in ``flat``: a view if strides can express it, else a copy."""
         return self.layout.view(flat[self.start : self.end]).reshape(self.n, self.m)
 
     def put_back(self, matrix: Tensor, flat: Tensor) -> None:
-        """Copy the result of `of` into ``flat``, unless it is a view of it."""
+        """Copy a matrix returned by `of` back into ``flat``, unless it is a view."""
         part = flat[self.start : self.end]
         if matrix.data_ptr() != part.data_ptr():
             self.layout.view(part).copy_(matrix.view(self.layout.shape))
 
 
 class LowRank(CommOp):
-    """``x <- P Q^T`` for the matrices in x, with P and Q summed over ranks, and the mean for
-    everything else (S10.2 to S10.5).
+    """``x <- P Q^T`` for the matrices in x, with P and Q summed over ranks; the exact mean for all
+    other elements (S10.2 to S10.5).
 
     M = gradient + e -> all-reduce P = M Q, and what is not compressed -> orthonormalize P ->
     all-reduce Q = M^T P
@@ -105,13 +103,15 @@ class LowRank(CommOp):
         self._warm_start, self._round_number = warm_start, round_number
 
     def work(self) -> tuple[str, int]:
-        """Return the multiplications of the three products of each matrix, if it is compressed."""
+        """Return the number of multiplications in the three products per matrix; 0 in uncompressed
+        rounds.
+        """
         compresses = self._round_number() is not None
         return "powersgd", 3 * sum(a.n * a.m * a.r for a in self.matrices) * compresses
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> None:
-        """Replace ``x`` by the approximate mean over ranks."""
+        """Replace ``x`` with the approximate mean over ranks."""
         number = self._round_number()
         if number is None or not self.matrices:
             self.comm.allreduce_inplace(x, ReduceOp.AVG)
@@ -168,7 +168,7 @@ class LowRank(CommOp):
         return left, _are_finite(summed, left)
 
     def _decompress(self, name: str, gradient: Tensor, p: Tensor, q: Tensor, own: Tensor) -> None:
-        """Replace M by ``P Q^T``, and keep Q and the error."""
+        """Replace M with ``P Q^T``, and store Q and the residual."""
         self._factors[name].copy_(q)
         if self._memory is not None and own.shape[1] == 1:  # one pass instead of two
             torch.addcmul(gradient, p, own.T, value=-1, out=self._errors[name])
@@ -180,7 +180,8 @@ class LowRank(CommOp):
 def _matrices(
     like: Tensor, shapes: Sequence[tuple[int, int]], more: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return a new flat tensor, and matrices of these shapes in it, with ``more`` elements at the end.
+    """Return a new flat tensor and its views as matrices of these shapes; ``more`` elements follow
+    at the end.
 
     Their columns are contiguous: products with such thin matrices are up to 25 times as fast.
     """

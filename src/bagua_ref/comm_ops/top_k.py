@@ -1,6 +1,4 @@
-"""Mean over all ranks of each rank's largest elements, with the others added to the next round's
-gradients (S11.2).
-"""
+"""Mean over all ranks of each rank's largest elements, with error feedback (S11.2)."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _MOST = 2**31 - 1
 
 
 def count_of(m: int, ratio: float) -> int:
-    """Return k, the number of elements that are sent of m: ``min(m, max(1, ceil(ratio * m)))``, the
+    """Return k, the number of elements to send out of m: ``min(m, max(1, ceil(ratio * m)))``, the
     product in float64 (S11.2).
 
     >>> count_of(1000, 0.01), count_of(1, 0.01), count_of(0, 0.01)
@@ -35,7 +33,7 @@ def count_of(m: int, ratio: float) -> int:
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """Return the indices of the k elements of largest absolute value, ascending (S11.2).
+    """Return the indices of the k elements of largest magnitude, ascending (S11.2).
 
     Ties go to the lower index. NaN counts as larger than inf, and all NaNs as equal.
 
@@ -66,7 +64,7 @@ def largest(x: Tensor, k: int) -> Tensor:
 
 
 def _largest(size: Tensor, k: int) -> Tensor:
-    """Return the indices of the k largest, ascending; of equal ones, those of lower index."""
+    """Return the indices of the k largest elements, ascending; ties go to the lower index."""
     least = torch.topk(size, k, sorted=False).values.min()
     chosen = size > least
     tied = (size == least).nonzero().view(-1)
@@ -128,12 +126,12 @@ class TopK(CommOp):
         self._error, self._compresses = error, compresses
 
     def work(self) -> tuple[str, int]:
-        """Return the number of elements that are searched and added up."""
+        """Return the number of elements to search and add up."""
         return "topk", (self._numel + self.comm.nranks() * self.k) * self._compresses()
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> None:
-        """Replace ``x`` by the mean over ranks of the elements that they send."""
+        """Replace ``x`` with the mean over ranks of the sent elements."""
         if not self._compresses():
             self.comm.allreduce_inplace(x, ReduceOp.AVG)
             return

@@ -1,5 +1,5 @@
-"""Batches of neighbours in cost whose cost stays within a budget, the same number on every replica
-(S7.7).
+"""Sampler of batches of similar cost within a budget, with the same number of batches on every
+replica (S7.7).
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
 
     @property
     def dropped(self) -> int:
-        """The number of batches that drop_last has dropped from the newest plan."""
+        """Number of batches dropped by drop_last in the current plan."""
         return self._made.dropped if self._made is not None else 0
 
     def _checked_costs(self, given: Any) -> Places:
-        """Return the costs as int64 or float64; raise unless each is positive, finite and within
+        """Convert the costs to int64 or float64; raise unless each is positive, finite and within
         the budget.
         """
         numbers = numbers_of(given, None, "costs")
@@ -137,9 +137,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         return costs
 
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
-        """Return the samples in ascending order of cost, equal costs in random order with shuffle
-        (S7.7.2).
-        """
+        """Return the samples by ascending cost; with shuffle, ties are in random order (S7.7.2)."""
         if not self.shuffle:
             return torch.from_numpy(self._costs.argsort(kind="stable")), None
         generator = torch.Generator().manual_seed(self.seed + epoch)
@@ -149,7 +147,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
     def _plan(
         self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool
     ) -> Steps:
-        """Return the steps of R batches (S7.7.2 to 5)."""
+        """Return the plan of an epoch: steps of R batches (S7.7.2 to 5)."""
         if not len(order):
             return Steps(
                 order.numpy(), np.empty((0, 2), dtype=np.int64), order, replicas, self.rank, 0
@@ -183,8 +181,8 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         )
 
     def _cut(self, samples: Places) -> tuple[list[int], Places]:
-        """Cut samples into batches, each as long as its price allows; return their ends and prices
-        (S7.7.2).
+        """Split samples into batches, each as long as the budget allows; return their end positions
+        and costs (S7.7.2).
         """
         batches: list[tuple[int, Any, Any]] = []  # the end, the price and the largest cost of each
         size, largest, total, price = 0, 0.0, 0.0, 0.0
@@ -215,8 +213,8 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
     def _more(
         self, samples: Places, batches: Places, prices: Places, count: int, order: Places
     ) -> tuple[Places, Places, Places]:
-        """Add ``count`` batches: the dearest are halved, and the first samples repeat where only
-        single ones are left (S7.7.4).
+        """Add ``count`` batches: halve the most expensive ones, and repeat the first samples once
+        only single samples are left (S7.7.4).
         """
         several = np.flatnonzero(batches[:, 1] - batches[:, 0] > 1)
         # halves are no dearer, so the others stay whole
@@ -246,8 +244,8 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         return np.append(samples, repeated), batches[in_order], prices[in_order]
 
     def _price(self, size: int, largest: Any, total: float) -> Any:
-        """Return the cost of a batch: of ``size`` samples, the largest and the sum of whose costs
-        are given (S7.7.1).
+        """Return the cost of a batch of ``size`` samples, given the largest of their costs and the
+        sum (S7.7.1).
         """
         if isinstance(self.padded, bool):
             return size * largest if self.padded else total
@@ -257,17 +255,19 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         return to_number(f"padded({size}, {largest})", price)
 
     def _formula_of_prices(self) -> str:
-        """Return the checksum of a function's prices, as functions cannot be saved or compared."""
+        """Return a checksum of the costs that the user's function computes, since functions cannot
+        be saved or compared.
+        """
         _, prices = self._cut(self._costs.argsort(kind="stable"))
         return f"a function, {zlib.crc32(prices.tobytes()):08x}"
 
     @functools.cached_property
     def _checksum(self) -> int:
-        """The checksum of all costs, which takes 100 ms for 1e7 of them."""
+        """Checksum of all costs, cached because it takes 100 ms for 1e7 of them."""
         return zlib.crc32(self._costs.tobytes())
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings on which a saved position depends."""
+        """Return the settings that a saved position depends on."""
         return {
             "length": self.length,
             "max_cost": self.max_cost,
@@ -281,7 +281,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
 
 
 class Steps:
-    """Steps of R batches, in the order in which they are drawn (S7.7.5).
+    """Plan of an epoch: steps of R batches, in drawing order (S7.7.5).
 
     Args:
         samples: the samples of all batches, int64.
@@ -320,8 +320,8 @@ class Steps:
         )
 
     def items(self, start: int) -> Iterator[list[int]]:
-        """Return an iterator over the batches of this replica; in turn, each replica has the
-        dearest of a step.
+        """Return an iterator over the batches of this replica; replicas take turns in drawing the
+        most expensive batch of a step.
         """
         for number, turn in enumerate(self._turns[start:].tolist(), start):
             first, end = self._batches[
@@ -331,7 +331,9 @@ class Steps:
 
 
 def _check_increasing(sizes: Sequence[int], largest: Sequence[Any], prices: Sequence[Any]) -> None:
-    """Raise unless no batch costs less than one that is neither larger nor longer."""
+    """Raise ValueError if a batch costs less than another one that is no longer and has no larger
+    cost.
+    """
     costs_before: list[Any] = []  # ascending, and so are the prices of the batches that have them
     prices_before: list[Any] = []
     for size, cost, price in sorted(zip(sizes, largest, prices, strict=True)):

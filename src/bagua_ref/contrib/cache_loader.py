@@ -1,4 +1,4 @@
-"""A cache in Redis for values that are slow to compute (S8)."""
+"""A Redis cache for values that are slow to compute (S8)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class CacheStats:
-    """The counts of one process that `CacheLoader.stats` returns.
+    """Counters of one process, as returned by `CacheLoader.stats`.
 
     Attributes:
         hits: values that came from the cache.
@@ -64,12 +64,12 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Return hits / (hits + misses), 0 before the first value."""
+        """The hit rate, hits / (hits + misses); 0 before the first value."""
         return self.hits / max(1, self.hits + self.misses)
 
 
 class CacheLoader:
-    """Caches the values of an expensive function in a key-value store, under
+    """Cache for the values of an expensive function in a key-value store, under
     ``"{dataset_name}_{key}"`` (S8.1).
 
     If a server is down, full or has damaged values, that costs time but raises nothing: ``load_fn``
@@ -141,7 +141,7 @@ class CacheLoader:
         self.close()
 
     def get(self, key: Any, load_fn: Callable[[Any], Any]) -> Any:
-        """Return the value of ``key``: from the cache, or else ``load_fn(key)``, which is then
+        """Return the value of ``key``: from the cache, or computed by ``load_fn(key)`` and then
         cached (S8.2).
 
         Args:
@@ -162,7 +162,7 @@ class CacheLoader:
         load_many: Callable[[list[Any]], Iterable[Any]],
         flush: bool = True,
     ) -> list[Any]:
-        """Return the values of ``keys`` in order, with one ``mget`` for each server and one ``mset``
+        """Return the values of ``keys`` in order, with one ``mget`` per server, and one ``mset``
         for missing values.
 
         Args:
@@ -220,8 +220,8 @@ class CacheLoader:
         return values
 
     def contains(self, keys: Sequence[Any]) -> list[bool]:
-        """Return which of ``keys`` have a value in the stores, without reading it; False if a server
-        does not answer.
+        """Return which of ``keys`` have a stored value, without reading it; False if a server does
+        not answer.
         """
         session = self._session()
         session.flush()
@@ -236,18 +236,18 @@ class CacheLoader:
         return session.num_keys()
 
     def flush(self) -> None:
-        """Write the values that this process has buffered."""
+        """Write this process's buffered values."""
         self._session().flush()
 
     def close(self) -> None:
         """Write buffered values and close this process's connections; servers keep running, and the
-        loader can be used again.
+        loader can still be used.
         """
         self._session().close()
         self.store.close()
 
     def stats(self) -> CacheStats:
-        """Return the counts of this process; a DataLoader worker has its own (S8.3)."""
+        """Return this process's counters; each DataLoader worker has its own (S8.3)."""
         return self._session().stats()
 
     def _session(self) -> _Session:
@@ -261,16 +261,14 @@ class CacheLoader:
         return session
 
     def _stored_name(self, key: Any) -> bytes:
-        """Return the name of ``key``'s value in the stores, unique for each dataset name and key
-        (S8.1).
-        """
+        """Return the storage key of ``key``, unique for each dataset name and key (S8.1)."""
         plain = _plain(key)
         text = plain if isinstance(plain, str) else repr(plain)
         return f"{self._prefix}_{text}".encode("utf-8", "surrogatepass")
 
 
 def _plain(key: Any) -> Any:
-    """Return a key in Python's own types, whose text has all that they are (S8.1).
+    """Convert a key to built-in types, whose text identifies it completely (S8.1).
 
     Raises:
         TypeError: it is something else, whose text need not: that of an array leaves out elements,
@@ -303,7 +301,9 @@ def _plain(key: Any) -> Any:
 
 
 class _Pause:
-    """The time before a failed server is asked again; each consecutive failure doubles it."""
+    """Backoff time before the next request to a failed server, doubled by each consecutive
+    failure.
+    """
 
     def __init__(self) -> None:
         self.seconds = self.until = 0.0
@@ -315,8 +315,8 @@ class _Pause:
 
 
 class _Session:
-    """What a loader has in one process: connections, values to be written, counts, and pauses of
-    servers that fail. A forked process starts with a new one, so it never writes its parent's values.
+    """State of a loader in one process: connections, buffered values, counters, and backoff of
+    failing servers. A forked process starts a new session, so it never writes its parent's values.
     """
 
     def __init__(self, store: RedisStore, size: int) -> None:
@@ -346,7 +346,7 @@ class _Session:
             warnings.warn(f"{consequence}{error}", stacklevel=6)
 
     def read(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """Return the stored values: those that wait to be written, else what the servers have."""
+        """Return the values of keys: from the write buffer, else from the servers."""
         values = [self._waiting.get(name) for name in names]
         size = 0
         for server, places in self._places(names, values).items():
@@ -375,15 +375,15 @@ class _Session:
         )
 
     def put(self, values: dict[bytes, bytes], flush: bool) -> None:
-        """Buffer ``values``; write all if the buffer is then full, or if asked to."""
+        """Buffer ``values``; write the whole buffer if it is full, or on request."""
         with self._turn:
             self._waiting.update(values)
         if flush or len(self._waiting) >= self._size:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered values. What a server does not take is dropped: it can be computed again,
-        and must not pile up.
+        """Write the buffered values. Values that a server does not accept are dropped: they can be
+        computed again, and must not pile up.
         """
         if not self._waiting:
             return
@@ -412,9 +412,7 @@ class _Session:
     def _places(
         self, names: Sequence[bytes], known: Sequence[object] | None = None
     ) -> dict[int, list[int]]:
-        """Return the places of each server's keys in ``names`` (S8.1), without those that are
-        known.
-        """
+        """Group the indices of ``names`` by server (S8.1), without names whose value is known."""
         count = len(self._idle)
         places: dict[int, list[int]] = {}
         for place, name in enumerate(names):
@@ -424,8 +422,8 @@ class _Session:
         return places
 
     def _ask(self, server: int, request: Callable[[Any], _T], is_write: bool = False) -> _T | None:
-        """Return a server's answer; None if it fails, or has failed and its pause is not over
-        (S8.3). A server that refuses writes, because it is full, is still read.
+        """Return a server's answer; None if the request fails, or during the backoff after a
+        failure (S8.3). A server that refuses writes because it is full is still read.
         """
         import redis
 
@@ -457,9 +455,10 @@ class _Session:
         return answer
 
     def write_at_exit(self, loader: CacheLoader) -> None:
-        """Write the rest when the loader is garbage, and when this process ends: at the interpreter's
-        exit; at the end of `multiprocessing` children, which skip `atexit` handlers; and on SIGTERM,
-        by which `multiprocessing` ends daemon children such as DataLoader workers.
+        """Write the rest when the loader is garbage-collected, and when this process ends: at the
+        interpreter's exit; at the end of `multiprocessing` children, which skip `atexit` handlers;
+        and on SIGTERM, with which `multiprocessing` ends daemon children such as DataLoader
+        workers.
         """
         util.Finalize(loader, self.flush, exitpriority=_FLUSH_PRIORITY)
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -487,8 +486,8 @@ _of_daemon: dict[int, weakref.WeakSet[_Session]] = {}
 
 
 def _terminate(number: int, frame: Any) -> None:
-    """Write the buffered values, then end as the process would have: torch's workers with success,
-    others by the signal.
+    """Handle SIGTERM: write the buffered values, then end the process: torch's workers with exit
+    code 0, others by the signal.
     """
     for session in list(_of_daemon.get(os.getpid(), ())):
         session.write_in_signal_handler()

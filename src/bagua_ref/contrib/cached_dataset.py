@@ -18,8 +18,8 @@ _PREFILL_BATCH = 64
 
 
 class CachedDataset(Dataset[Any]):
-    """``dataset`` with its samples cached under ``"{dataset_name}_{index}"`` (S8.1), and so fast
-    from the second epoch on.
+    """Dataset wrapper that caches samples under ``"{dataset_name}_{index}"`` (S8.1), which makes
+    all epochs after the first fast.
 
     A DataLoader gets each batch with one request to each server. Apply random augmentation after
     the cache, not before it, as ``dataset`` is evaluated only once.
@@ -87,7 +87,7 @@ class CachedDataset(Dataset[Any]):
         self.close()
 
     def prefill(self, progress: bool = True) -> int:
-        """Compute all samples that the cache lacks, and return their number. Ranks that call this
+        """Compute all samples missing from the cache; return their number. Ranks that call this
         share the work.
 
         It returns when this rank's share is done; use a barrier to wait for the others.
@@ -111,12 +111,12 @@ class CachedDataset(Dataset[Any]):
         return made
 
     def flush(self) -> None:
-        """Write the samples that this process has buffered."""
+        """Write this process's buffered samples."""
         self.cache_loader.flush()
 
     def close(self) -> None:
         """Write buffered samples and close this process's connections; servers keep running, and
-        the dataset can be used again.
+        the dataset can still be used.
         """
         self.cache_loader.close()
 
@@ -129,7 +129,7 @@ class CachedDataset(Dataset[Any]):
         return load_batch(indices) if load_batch else [self.dataset[index] for index in indices]
 
     def _place(self) -> tuple[int, int]:
-        """Return this rank among those that share a cache, and their number."""
+        """Return the index of this rank among the ranks that share a cache, and their number."""
         world = current_world()
         if world.default_group is None and not (dist.is_available() and dist.is_initialized()):
             return 0, 1
@@ -144,7 +144,9 @@ class CachedDataset(Dataset[Any]):
 
 
 def _key(index: Any) -> Any:
-    """Return an integer of a tensor or of NumPy as an int, so that each sample has one key."""
+    """Convert an integer of a tensor or of NumPy to an int, so that each sample has a single
+    key.
+    """
     try:
         return index.__index__()
     except (AttributeError, TypeError):

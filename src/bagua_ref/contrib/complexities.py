@@ -1,4 +1,4 @@
-"""The complexities of samples as exact numbers, and the samples' order by complexity (S7.2)."""
+"""Complexities of samples as exact numbers, and the order of samples by complexity (S7.2)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _EXACT_FLOAT = 2**53  # integers up to this one are exact in float64
 
 
 def to_number(name: str, value: Any) -> int | float:
-    """Return ``value`` as a Python number: an int, a float, a NumPy scalar, a tensor or array of
-    one element (S7).
+    """Convert ``value`` to a Python number: an int, a float, a NumPy scalar, or a tensor or array
+    of one element (S7).
 
     Raises:
         TypeError: value has another type.
@@ -146,14 +146,14 @@ def noise_bound(numbers: Numbers, random_level: float) -> int:
 
 
 def shown(number: float) -> str:
-    """Return ``number`` as text of readable length."""
+    """Format ``number`` as text of limited length."""
     if isinstance(number, int) and number.bit_length() > 256:
         return f"an integer of {number.bit_length()} bits"
     return repr(number)
 
 
 class Ordering:
-    """Samples in ascending order of complexity + noise, ties in the samples' order (S7.2).
+    """Order of samples by ascending complexity + noise; ties keep the samples' order (S7.2).
 
     It stores 8 bytes per sample: the order itself if noise is always zero, else the complexities.
     Only if these, with noise added, are exact neither in int64 nor in float64, it stores and sorts
@@ -175,8 +175,8 @@ class Ordering:
             self._numbers = self._order
 
     def order(self, noise: Tensor | None = None) -> Tensor:
-        """Return the order by complexity + noise, int64; without ``noise``, it must be always
-        zero.
+        """Return the order by complexity + noise, int64; ``noise`` may be omitted only if it is
+        always zero.
         """
         if self._order is not None:
             return self._order
@@ -188,7 +188,7 @@ class Ordering:
         )
 
     def stored(self) -> bytes:
-        """Return the stored numbers as bytes, which are equal for equal complexities."""
+        """Return the stored numbers as bytes, for checksums: equal for equal complexities."""
         if isinstance(self._numbers, Tensor):
             return self._numbers.numpy().tobytes()
         return " ".join(
@@ -202,7 +202,7 @@ class Ordering:
 
 
 def _packed(numbers: list[int | float]) -> Numbers:
-    """Return numbers as a tensor if it represents them exactly."""
+    """Convert numbers to a tensor if that is exact."""
     kinds = set(map(type, numbers))
     if kinds == {float}:
         return _float64(torch.tensor(numbers, dtype=torch.float64))
@@ -212,7 +212,7 @@ def _packed(numbers: list[int | float]) -> Numbers:
 
 
 def _float64(numbers: Tensor, name: str = "complexities") -> Tensor:
-    """Return the numbers with -0 replaced by +0, as a kernel may compare bits."""
+    """Replace -0 with +0, since a kernel may compare bits; raise ValueError for NaN."""
     if numbers.isnan().any():
         raise ValueError(
             f"{name}[{int(numbers.isnan().nonzero()[0])}] is NaN, which cannot be ordered"
@@ -221,8 +221,8 @@ def _float64(numbers: Tensor, name: str = "complexities") -> Tensor:
 
 
 def _fit_for_noise(numbers: Numbers, bound: int) -> Numbers:
-    """Return numbers whose sums with noise below ``bound`` have the same order as Python's sums of
-    the given numbers.
+    """Convert numbers to a type in which sums with noise below ``bound`` are ordered like Python's
+    exact sums.
     """
     if isinstance(numbers, Tensor):
         if numbers.dtype is torch.int64:
@@ -239,8 +239,8 @@ def _fit_for_noise(numbers: Numbers, bound: int) -> Numbers:
 
 
 def _order(keys: Tensor, kernels: KernelBackend) -> Tensor:
-    """Return the stable ascending order of int64 or float64 keys: a radix sort, 16 bits at a time
-    from the lowest.
+    """Return the stable ascending order of int64 or float64 keys, by a radix sort with 16-bit
+    digits.
 
     Lengths usually need one pass, and NumPy sorts 16-bit integers ten times as fast as 64-bit ones.
     """
@@ -267,7 +267,7 @@ def _order(keys: Tensor, kernels: KernelBackend) -> Tensor:
 
 
 def ends(numbers: Numbers) -> tuple[int | float, int | float]:
-    """Return the smallest and the largest number."""
+    """Return the minimum and the maximum."""
     if isinstance(numbers, Tensor):
         low, high = torch.aminmax(numbers)
         return low.item(), high.item()

@@ -68,21 +68,21 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         self._start_epoch(sampler.epoch)
 
     def generate_batches(self) -> None:
-        """Split the current epoch's indices of every replica into batches again (S7.4)."""
+        """Recompute the batches of the current epoch for every replica (S7.4)."""
         self._follow()
         plan = self._plan_after(self.epoch, self._place.ended)
         self._place.total, self._made = plan.total, plan
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, as `LoadBalancingDistributedSampler.set_epoch` does, and split its
-        indices into batches.
+        """Set the epoch, as `LoadBalancingDistributedSampler.set_epoch` does, and split its indices
+        into batches.
         """
         self.sampler.set_epoch(epoch)
         self._follow()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue at the saved batch, as
-        `LoadBalancingDistributedSampler.load_state_dict` does (S7.6).
+        """Continue at the saved batch; see `LoadBalancingDistributedSampler.load_state_dict`
+        (S7.6).
 
         Raises:
             ValueError: the state was saved with another dataset, batch_fn or other options.
@@ -93,7 +93,7 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         self.sampler._loaded = True
 
     def __copy__(self) -> LoadBalancingDistributedBatchSampler:
-        """Return a sampler with an epoch and a position of its own."""
+        """Return a copy with its own epoch and position."""
         copied = super().__copy__()
         assert isinstance(copied, LoadBalancingDistributedBatchSampler)
         copied.sampler = copy.copy(self.sampler)
@@ -104,7 +104,7 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
         yield from super()._draw(epoch)
 
     def _follow(self) -> None:
-        """Begin the sampler's epoch, if it is a new one."""
+        """Start the sampler's epoch, if that has changed."""
         if self.sampler.epoch != self.epoch:
             self._start_epoch(self.sampler.epoch)
 
@@ -127,7 +127,7 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
 
 
 class Batches:
-    """Batches of the replicas' shares, the same number for each (S7.4).
+    """Batches of all replicas, the same number for each (S7.4).
 
     Args:
         shares: the samples of each replica.
@@ -172,6 +172,6 @@ class Batches:
         )
 
     def items(self, start: int) -> Iterator[list[int]]:
-        """Return an iterator over the batches of this replica, in cycle."""
+        """Return an iterator over this replica's batches, which repeat cyclically."""
         # Copies, as the next epoch draws a batch again, whatever becomes of this list.
         return (list(self._kept[0][turn % len(self._kept[0])]) for turn in range(start, self.total))

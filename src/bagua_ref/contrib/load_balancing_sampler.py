@@ -145,8 +145,8 @@ class LoadBalancingDistributedSampler(
         self._ordering = Ordering(numbers, bound, backend)
 
     def shuffle_chunks(self) -> tuple[list[list[int]], list[int]]:
-        """Return this epoch's chunks of indices (those of its newest stretch), and the order in
-        which they are drawn (S7.3).
+        """Return this epoch's chunks of indices and their drawing order (S7.3); after a change of
+        replicas, those of the newest segment.
         """
         plan = self._plan_after(self.epoch, self._place.ended)
         if not len(plan.order):
@@ -155,7 +155,7 @@ class LoadBalancingDistributedSampler(
         return plan.order[places].view(-1, self.num_replicas).tolist(), plan.chunks.tolist()
 
     def state_dict(self, *, samples: int | None = None) -> dict[str, Any]:  # type: ignore[override]
-        """Return the position in this epoch, in a form that any rank's sampler can load.
+        """Return the position in this epoch; samplers of all ranks can load it.
 
         Args:
             samples: the number of samples of this epoch that training has used on each rank; None:
@@ -182,7 +182,7 @@ class LoadBalancingDistributedSampler(
     def _plan(
         self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool
     ) -> Chunks:
-        """Return the chunks of R neighbours in the order in which they are drawn (S7.3)."""
+        """Return the chunks of R neighbours in drawing order (S7.3)."""
         number = num_samples(len(order), replicas, self.drop_last)
         count = max(1, number)
         drawn = (
@@ -192,11 +192,11 @@ class LoadBalancingDistributedSampler(
 
     @cached_property
     def _checksum(self) -> int:
-        """The checksum of all complexities, which takes 100 ms for 1e7 of them."""
+        """Checksum of all complexities, cached because it takes 100 ms for 1e7 of them."""
         return zlib.crc32(self._ordering.stored())
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings on which a saved position depends."""
+        """Return the settings that a saved position depends on."""
         return {
             "length": self.length,
             "shuffle": self.shuffle,
@@ -208,7 +208,7 @@ class LoadBalancingDistributedSampler(
 
 
 class Chunks:
-    """Chunks of R neighbours of an order, in the order in which they are drawn (S7.3).
+    """Chunks of R neighbours in the order of samples, in drawing order (S7.3).
 
     Args:
         order: samples, int64.
@@ -222,14 +222,14 @@ class Chunks:
         self.total = len(chunks)
 
     def of(self, rank: int, start: int = 0) -> Tensor:
-        """Return the samples that a replica draws from chunk number ``start`` on."""
+        """Return a replica's samples from chunk ``start`` on."""
         return self.order.index_select(
             0, (self.chunks[start:] * self.replicas + rank) % max(1, len(self.order))
         )
 
     def drawn(self, count: int) -> Tensor:
-        """Return the samples in the first ``count`` chunks, the fill-up of the last one
-        included.
+        """Return the samples in the first ``count`` chunks, including those that fill up the last
+        chunk.
         """
         most = min(self.replicas, len(self.order))  # more would be the same samples again
         places = self.chunks[:count, None] * self.replicas + torch.arange(most)
@@ -241,7 +241,7 @@ class Chunks:
 
 
 def num_samples(length: int, replicas: int, drop_last: bool) -> int:
-    """Return the number of samples that each replica draws of ``length`` (S7.1)."""
+    """Return the number of samples per replica, out of ``length`` (S7.1)."""
     return length // replicas if drop_last else -(-length // replicas)
 
 

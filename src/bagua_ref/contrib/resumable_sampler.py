@@ -1,6 +1,4 @@
-"""Samplers whose position in an epoch survives a restart, also with another number of replicas
-(S7.6).
-"""
+"""Base of samplers that can resume within an epoch, also with another number of replicas (S7.6)."""
 
 from __future__ import annotations
 
@@ -39,7 +37,9 @@ P = TypeVar("P", bound="EpochPlan")
 
 
 class Stretch(NamedTuple):
-    """Part of an epoch in which each of ``replicas`` drew ``taken`` of ``total`` items (S7.6)."""
+    """A segment of an epoch, in which each of ``replicas`` drew ``taken`` of ``total`` items
+    (S7.6).
+    """
 
     replicas: int
     taken: int
@@ -47,24 +47,24 @@ class Stretch(NamedTuple):
 
 
 class EpochPlan(Protocol):
-    """The items of each replica in a stretch."""
+    """Protocol of the plan of a segment: the items of each replica."""
 
     @property
     def total(self) -> int:
         """The number of items of each replica."""
 
     def drawn(self, count: int) -> Tensor:
-        """Return the samples in the first ``count`` items of all replicas, int64; some may
-        repeat.
+        """Return the samples in the first ``count`` items of all replicas, as int64, possibly with
+        repetitions.
         """
 
     def items(self, start: int) -> Iterator[Any]:
-        """Return an iterator over this replica's items from number ``start`` on."""
+        """Return an iterator over this replica's items from index ``start`` on."""
 
 
 class Place:
-    """The position of an iterator: the stretches that ended before, and the items that it has
-    returned of ``total``.
+    """Position of an iterator: the earlier segments of the epoch, and how many of the ``total``
+    items it has returned.
     """
 
     def __init__(self, ended: Sequence[Stretch], taken: int, total: int) -> None:
@@ -72,7 +72,7 @@ class Place:
 
 
 class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
-    """Draws an epoch in stretches, each with a number of replicas of its own (S7.6).
+    """Base of samplers that draw an epoch in segments, each with its own number of replicas (S7.6).
 
     A stretch distributes the samples that no earlier one has drawn. Its plan follows from the epoch
     and the earlier stretches: every replica makes the same, and a saved position is a few numbers.
@@ -101,27 +101,27 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """Return the settings on which a saved position depends."""
+        """Return the settings that a saved position depends on."""
 
     @abstractmethod
     def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
-        """Return the order of all samples, and the generator that has drawn it, for what stretches
-        draw.
+        """Return the order of all samples, and the random generator that made it, for further
+        drawing in segments.
         """
 
     @abstractmethod
     def _plan(
         self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool
     ) -> P:
-        """Return the plan of a stretch that distributes ``order``; `EpochPlan.drawn` is for one
-        that has ended.
+        """Return the plan of a segment that distributes ``order``; if ``ended``, only
+        `EpochPlan.drawn` is used.
         """
 
     def _follow(self) -> None:
-        """Begin the epoch of another sampler, if one determines this sampler's."""
+        """Start the epoch of the underlying sampler, if there is one."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which with shuffle=True determines the order; call it before each epoch
+        """Set the epoch, which determines the order if shuffle=True; call this before each epoch
         (S7.2).
 
         Choosing the current epoch again changes nothing: a position set by `load_state_dict` is
@@ -142,7 +142,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
             self._start_epoch(epoch_of(self.seed, number))
 
     def __copy__(self) -> ResumableSampler[T, P]:
-        """Return a sampler with a position of its own."""
+        """Return a copy with its own position."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied._place = Place(self._place.ended, self._place.taken, self._place.total)
@@ -166,14 +166,14 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         return self._draw(self.epoch)
 
     def __len__(self) -> int:
-        """Return the number of items that this replica draws in the epoch, or in its newest stretch
-        after a change of replicas.
+        """Return the number of this replica's items in the epoch; after a change of replicas, in
+        the newest segment.
         """
         self._follow()
         return self._place.total
 
     def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
-        """Return the position in this epoch, in a form that any rank's sampler can load.
+        """Return the position in this epoch; samplers of all ranks can load it.
 
         Args:
             batches: the number of batches of this epoch that training has used on each rank; None:
@@ -182,8 +182,8 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         return self._state(batches)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue at the saved position with the next iterator; later ones begin the epoch
-        anew.
+        """Continue at the saved position in the next iterator; later iterators start the epoch from
+        the beginning.
 
         With the number of replicas that saved, it continues item by item; with another, what is
         left of the epoch is distributed anew (S7.6), and `len` says how much that is.
@@ -207,8 +207,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         self._loaded, self._first_epoch = True, 0
 
     def check_agreement(self) -> None:
-        """Compare the settings and positions of all ranks of the default group; every rank calls
-        it.
+        """Compare the settings and positions on all ranks of the default group; collective.
 
         Raises:
             ValueError: they differ, or two ranks draw the same share; on every rank.
@@ -223,8 +222,8 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
             raise ValueError(said)
 
     def _state(self, taken: int | None) -> dict[str, Any]:
-        """Return the position after ``taken`` items; None: after those that the newest iterator has
-        returned.
+        """Return the position after ``taken`` items; None: after the items returned by the newest
+        iterator.
         """
         self._follow()
         place = self._place
@@ -243,7 +242,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         }
 
     def _read(self, state: Mapping[str, Any]) -> tuple[int, list[tuple[int, int]]]:
-        """Return a state's epoch, and the replicas and the items drawn of its stretches."""
+        """Validate a state; return its epoch, and the replicas and drawn items of each segment."""
         if not isinstance(state, Mapping):
             raise TypeError(
                 f"state_dict is a {type(state).__name__}; it must be a dict that state_dict()"
@@ -295,8 +294,8 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         return epoch_of(self.seed, state["epoch"]), read
 
     def _walk(self, epoch: int, saved: Sequence[tuple[int, int]]) -> tuple[list[Stretch], P]:
-        """Return the stretches of an epoch with their totals, and the plan by which this sampler
-        goes on after them.
+        """Replay the saved segments of an epoch; return them with their totals, and the plan for
+        the rest.
         """
         order, generator = self._order(epoch)
         stretches: list[Stretch] = []
@@ -315,7 +314,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         return stretches, self._plan(order, self.num_replicas, generator, ended=False)
 
     def _plan_after(self, epoch: int, ended: Sequence[Stretch]) -> P:
-        """Return the plan of this sampler's replicas after earlier stretches."""
+        """Return the plan of this sampler's replicas after the segments ``ended``."""
         return self._walk(epoch, [(stretch.replicas, stretch.taken) for stretch in ended])[1]
 
     def _checked_count(self, value: int, most: int) -> int:
@@ -328,7 +327,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         return number
 
     def _start_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch."""
+        """Move to the start of an epoch."""
         _, plan = self._walk(epoch, ())
         self._begin(epoch, Place((), 0, plan.total), plan)
 
@@ -365,7 +364,8 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
             look(math.inf)
 
     def _refuse_second_sharding(self) -> None:
-        """Raise RuntimeError if accelerate distributes this rank's items over the ranks again.
+        """Raise RuntimeError if accelerate would shard this rank's items over the ranks a second
+        time.
 
         It offers no attribute by which a sampler could say that it knows its rank; so the objects
         that iterate over this one are looked at, once an epoch.
@@ -387,7 +387,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         return {"num_replicas": self.num_replicas, "rank": self.rank}
 
     def _comparison(self) -> Callable[[float], None] | None:
-        """Begin to compare this sampler with those of the other ranks, once."""
+        """Start the comparison of this sampler with the other ranks' samplers, once."""
         if self._compared:
             return None
         self._compared = True
@@ -396,8 +396,8 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
 
 
 def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of replicas and the rank; None is replaced from the process group, else
-    from the environment.
+    """Return the number of replicas and the rank; None means the process group's value, else the
+    environment's.
 
     Raises:
         ValueError: num_replicas is below 1, or rank is out of range.
@@ -415,7 +415,7 @@ def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 
 def whole(name: str, value: Any) -> int:
-    """Return ``value`` of the argument ``name`` as an int; raise unless it is an integer."""
+    """Return the argument ``name`` as an int; raise unless it is an integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -425,7 +425,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def epoch_of(seed: int, epoch: int) -> int:
-    """Return ``epoch`` as an int; raise unless a generator can be seeded with seed + epoch."""
+    """Return ``epoch`` as an int; raise unless seed + epoch is a valid seed of a generator."""
     number = whole("epoch", epoch)
     if not -(2**63) <= seed + number < 2**64:
         raise ValueError(f"seed + epoch = {seed + number} must fit into 64 bits")

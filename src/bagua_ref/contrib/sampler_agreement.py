@@ -1,4 +1,4 @@
-"""Comparison of the samplers of all ranks."""
+"""Comparison of samplers across ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["call_stack", "callers", "comparison", "difference", "same_share"]
 
 
 def difference(states: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return in which setting the states of the ranks' samplers differ; "" if in none."""
+    """Describe the setting in which the ranks' samplers differ; "" if there is none."""
     first, *others = sorted(states)
     for name, value in states[first].items():
         different = [rank for rank in others if states[rank].get(name) != value]
@@ -37,7 +37,7 @@ def difference(states: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def same_share(states: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return which ranks' samplers draw the same share of the samples; "" if none do."""
+    """Describe ranks whose samplers draw the same share of the samples; "" if there are none."""
     drawn_by: dict[int, int] = {}
     for rank, state in sorted(states.items()):
         if (other := drawn_by.setdefault(state["rank"], rank)) != rank:
@@ -50,8 +50,8 @@ def same_share(states: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def call_stack(frame: FrameType | None) -> int:
-    """Return a checksum of the functions and lines that led to ``frame``, equal on all ranks that
-    run the same statement.
+    """Return a checksum of the functions and lines in the call stack of ``frame``, equal on all
+    ranks that run the same statement.
     """
     lines = []
     while frame is not None:
@@ -61,14 +61,16 @@ def call_stack(frame: FrameType | None) -> int:
 
 
 def callers(frame: FrameType | None) -> Iterator[Any]:
-    """Yield the objects whose methods have led to ``frame``, the innermost first."""
+    """Yield the objects whose methods are in the call stack of ``frame``, innermost first."""
     while frame is not None:
         yield frame.f_locals.get("self")
         frame = frame.f_back
 
 
 def drawn_ahead() -> int:
-    """Return the number of items that a DataLoader draws before the first step, if one calls."""
+    """Return the number of items that the calling DataLoader, if any, prefetches before the first
+    step.
+    """
     in_batch, batches = 1, 1
     for caller in callers(sys._getframe()):
         if type(caller).__module__.startswith(("torch.utils.data.", "torchdata.")):
@@ -79,8 +81,8 @@ def drawn_ahead() -> int:
 
 
 def comparison(kind: str, state: dict[str, Any]) -> Callable[[float], None] | None:
-    """Begin to compare a sampler with those of the other ranks; return a function that raises
-    ValueError if they differ. It takes the number of items drawn, and looks from time to time.
+    """Start comparing a sampler with those of the other ranks; return a function of the number of
+    items drawn, which checks at intervals and raises ValueError if samplers differ.
 
     This goes through the store of torch's default process group, or that of a simulated world;
     without them, None is returned. Ranks never wait for each other here: a sampler may be drawn on
@@ -106,7 +108,7 @@ def comparison(kind: str, state: dict[str, Any]) -> Callable[[float], None] | No
         return use(store) if simulated else ask(store, use, otherwise)
 
     def set_first(name: str, value: str) -> Any:
-        """Return the value of the rank that was the first to set one."""
+        """Publish a value unless another rank did so first; return the value of the first rank."""
         return asked(lambda store: store.compare_set(prefix + name, "", value), value)
 
     world.names[kind] += 1

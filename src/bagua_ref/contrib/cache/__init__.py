@@ -1,3 +1,3 @@
-"""Internals of the cache: value format, servers, failures and counters. Users need only
+"""Internals of the cache: value format, servers, failures and counters. Users only need
 `CachedDataset`.
 """

@@ -1,4 +1,6 @@
-"""Clients of redis-py with the cache's settings, and exceptions that only look like a server's."""
+"""redis-py clients with the cache's settings, and detection of exceptions that a signal handler
+raised.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 
 def connect(options: Mapping[str, Any], timeout: float) -> Any:
-    """Return a `redis.Redis`, which connects when it is first used.
+    """Return a new `redis.Redis` client, which connects at first use.
 
     Args:
         options: arguments of `redis.Redis` that name the server.
@@ -35,7 +37,7 @@ def connect(options: Mapping[str, Any], timeout: float) -> Any:
 
 
 def of_signal_handler(error: BaseException | None, handled: object) -> BaseException | None:
-    """Return the signal handler's exception that ``error`` is or wraps, or None.
+    """Return the exception of a signal handler that ``error`` is or wraps, or None.
 
     redis-py takes every OSError for one of its socket, such as the TimeoutError that the handler of an
     alarm raises.

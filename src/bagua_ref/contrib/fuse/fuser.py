@@ -1,6 +1,4 @@
-"""The object that steps a fused optimizer, with flat parameters in its groups while ``step`` runs
-(S6).
-"""
+"""Steps of a fused optimizer, during which flat parameters replace those in its groups (S6)."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from bagua_ref.contrib.fuse.plan import (
 
 @dataclass(eq=False)
 class Fuser(NotCopied):
-    """Steps one optimizer, with a flat parameter for each run of small ones.
+    """Runs the steps of one optimizer with a flat parameter in place of each run of small ones.
 
     It calls the optimizer's own ``step``, so that hooks, schedulers and locks around it work. The
     groups are exchanged after the last pre-step hook, and restored before the first post-step hook.
@@ -51,8 +49,8 @@ class Fuser(NotCopied):
     _moved: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
 
     def flatten(self, groups: list[dict[str, Any]]) -> None:
-        """If asked to, move the small weights of each of ``groups`` into flat tensors, one for each
-        of their kinds and last first.
+        """Move the small weights of each of ``groups`` into flat tensors, one per dtype and device,
+        last weight first; only if ``do_flatten``.
 
         The order is that of buckets (S2.1), so that gradients and weights match. Each weight keeps
         a storage of its own, a part of the flat tensor's memory, as ``torch.save`` writes whole
@@ -78,7 +76,7 @@ class Fuser(NotCopied):
                     self._moved += [(p, p.data_ptr(), flat) for p in moving]
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """Step ``optimizer`` with flat parameters; return the result of ``closure``."""
+        """Step ``optimizer`` with flat parameters; return the loss of ``closure``."""
         try:
             with (
                 optimizer.register_step_pre_hook(self._exchange),
@@ -94,8 +92,8 @@ class Fuser(NotCopied):
                 self._plan = None
 
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Exchange the groups' parameters, as the last pre-step hook; first run the closure, as it
-        computes gradients.
+        """Replace the groups' parameters with flat ones, as the last pre-step hook; run the closure
+        before that, since it computes gradients.
         """
         # if the step of a class calls that of another, all hooks run twice
         if self._exchanged is not None:
@@ -117,12 +115,12 @@ class Fuser(NotCopied):
         return args, kwargs
 
     def _finish(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Restore the groups, as the first post-step hook, and count the step."""
+        """Restore the groups' parameters, as the first post-step hook, and count the step."""
         optimizer._bagua_fused_count += self._restore(optimizer)  # type: ignore[attr-defined]
 
     def _restore(self, optimizer: torch.optim.Optimizer) -> int:
-        """Restore exchanged groups, and move the state of runs to their parameters; return the
-        number of groups with runs.
+        """Restore replaced parameters and move the state of runs back to them; return the number of
+        groups with runs.
         """
         if self._exchanged is None:
             return 0
@@ -134,8 +132,8 @@ class Fuser(NotCopied):
         return plan.num_fused_groups
 
     def _look_after_weights(self) -> None:
-        """Warn once about weights that have left their flat tensor, unless for a bucket; forget
-        these.
+        """Warn about weights that were moved out of their flat tensor, except into a bucket, and
+        stop tracking them.
         """
         weights = self._moved
         self._moved = [entry for entry in weights if entry[0].data_ptr() == entry[1]]

@@ -66,8 +66,8 @@ def fuse_optimizer(
     allow_inexact: bool = False,
     replace_step: bool = False,
 ) -> torch.optim.Optimizer:
-    """Add a method ``fuse_step`` to ``optimizer``, which updates small adjacent parameters as one
-    (S6); return it.
+    """Add the method ``fuse_step`` to ``optimizer``, which updates small adjacent parameters as one
+    (S6); return the optimizer.
 
     ``optimizer.step()`` is unchanged by default, and the two may be mixed: results are equal bit
     for bit. Schedulers, hooks, ``state_dict`` and ``load_state_dict`` work as before; a deep copy
@@ -163,8 +163,8 @@ def _reason_to_refuse(optimizer: torch.optim.Optimizer, elementwise: bool) -> st
 
 
 def fuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Take a step as ``optimizer.step(closure)`` does, updating small parameters that are adjacent
-    in memory as one (S6).
+    """Take a step like ``optimizer.step(closure)``, with small parameters that are adjacent in
+    memory updated as one (S6).
 
     ``closure`` computes loss and gradients; it is called first, and its result is returned.
 
@@ -185,8 +185,8 @@ def fuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | Non
 
 
 def _fused(replaced: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that takes fused steps and has the attributes of the one that it replaces,
-    which schedulers look for.
+    """Return a method that takes fused steps, with the attributes of the replaced method, which
+    schedulers look for.
     """
 
     @wraps(replaced)
@@ -200,7 +200,7 @@ def _fused(replaced: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_fused_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` has been through `fuse_optimizer`.
+    """Return whether `fuse_optimizer` was applied to ``optimizer``.
 
     >>> is_fused_optimizer(torch.optim.SGD([torch.zeros(1)]))
     False
@@ -209,8 +209,8 @@ def is_fused_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
-    """Add a group as the optimizer's class does; if ``optimizer``, maybe a copy, is fused, flatten
-    its weights.
+    """Add a group as the optimizer's class does; flatten its weights if ``optimizer``, which may be
+    a copy, is fused.
     """
     type(optimizer).add_param_group(optimizer, param_group)
     fuser = getattr(optimizer, "_bagua_fused_optimizer", None)

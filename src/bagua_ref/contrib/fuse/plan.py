@@ -1,5 +1,5 @@
-"""The plan of a fused step: runs of adjacent parameters, each stepped as one flat parameter, and a
-check of the plan (S6).
+"""Plan of a fused step: runs of adjacent parameters, each stepped as one flat parameter, and a
+validity check (S6).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NUMBERS = (int, float, bool, str, type(None))
 
 
 def are_same(found: Collection[Any], expected: Collection[Any]) -> bool:
-    """Return whether two collections have the same objects in the same order."""
+    """Return whether two collections contain the same objects in the same order."""
     return len(found) == len(expected) and all(map(is_, found, expected))
 
 
 def has_overlap(parameters: Iterable[Tensor]) -> bool:
-    """Return whether plain parameters share memory: then the order of updates matters."""
+    """Return whether plain parameters share memory, so that the order of updates matters."""
     return (
         overlapping([p for p in parameters if type(p) in PLAIN_TYPES and p.layout is torch.strided])
         is not None
@@ -46,7 +46,9 @@ def has_overlap(parameters: Iterable[Tensor]) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the memory of ``tensor`` contains exactly its elements, in row-major order."""
+    """Return whether the memory of ``tensor`` consists of exactly its elements, in row-major
+    order.
+    """
     kind = (
         type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_complex()
     )
@@ -54,8 +56,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def owns_memory(tensor: Tensor, parameter: Tensor) -> bool:
-    """Return whether ``tensor``, a weight or gradient of ``parameter``, may move: nothing else uses
-    its memory.
+    """Return whether ``tensor``, a weight or gradient of ``parameter``, can be moved because
+    nothing else uses its memory.
     """
     return (
         tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -65,7 +67,7 @@ def owns_memory(tensor: Tensor, parameter: Tensor) -> bool:
 
 
 def fusable(group: dict[str, Any], allow_inexact: bool) -> dict[str, tuple[torch.dtype, ...]]:
-    """Return the dtypes of a group's parameters that may be fused, by type of device."""
+    """Return the parameter dtypes that can be fused in a group, by device type."""
     betas = group.get("betas")
     # Then a running average forgets its old value: lerp_ has weight 1, and on a CPU, the sign of a
     # resulting zero depends on the element's place in memory.
@@ -85,7 +87,9 @@ def fusable(group: dict[str, Any], allow_inexact: bool) -> dict[str, tuple[torch
 def kind_of(
     parameter: Tensor, group: dict[str, Any], allow_inexact: bool
 ) -> tuple[torch.dtype, torch.device] | None:
-    """Return dtype and device, equal in a run; None if ``parameter`` must be stepped alone (S6)."""
+    """Return dtype and device, which are equal in a run; None if ``parameter`` must be stepped
+    alone (S6).
+    """
     dtype, device = parameter.dtype, parameter.device
     # Without dimensions, an operation with another number uses the wider dtype, one of a vector and
     # a number does not; and state does not show whether an entry is per element.
@@ -99,7 +103,8 @@ def kind_of(
 
 
 def flat_view(tensors: Sequence[Tensor], flats: Sequence[Tensor] = ()) -> Tensor | None:
-    """Return one flat view of row-major, non-empty ``tensors`` if they are adjacent, else None.
+    """Return a flat view of ``tensors`` (row-major, not empty) if they are adjacent in memory, else
+    None.
 
     They must lie in one storage or in one of ``flats``: neighbours by chance may be separated at
     any time.
@@ -118,14 +123,14 @@ ELEMENTS, ONE, NUMBER = "a number per element", "a tensor of one number", "a num
 
 
 def _kind(value: Any, parameter: Tensor) -> str | None:
-    """Return the kind of a state of ``parameter``, None if it cannot be split."""
+    """Return the kind of an optimizer state value of ``parameter``; None if it cannot be split."""
     if not isinstance(value, Tensor):
         return NUMBER if type(value) in NUMBERS else None
     return ELEMENTS if value.shape == parameter.shape else ONE if value.numel() == 1 else None
 
 
 def _is_state_held(parameter: Tensor) -> bool:
-    """Return whether a live Bagua bucket holds a state of ``parameter``."""
+    """Return whether a live Bagua bucket holds an optimizer state of ``parameter``."""
     held = held_by_bucket(parameter)
     return not (held is None or held is parameter or held is parameter.grad)
 
@@ -135,8 +140,8 @@ def _values(states: Iterable[dict[Any, Any]]) -> list[Any]:
 
 
 def _state_signature(parameter: Tensor, state: Any) -> list[Any] | None:
-    """Return the properties that states of a run's parameters have in common, None if ``state``
-    cannot be joined with others.
+    """Return the properties of ``state`` that must be equal within a run; None if it cannot be
+    joined with others.
     """
     if _is_state_held(parameter) or not (state is None or type(state) is dict):
         return None
@@ -151,7 +156,8 @@ def _state_signature(parameter: Tensor, state: Any) -> list[Any] | None:
 
 
 class Run:
-    """Adjacent parameters, and the flat parameter of the same memory that is stepped for them.
+    """A run of adjacent parameters, and the flat parameter on the same memory that is stepped in
+    their place.
 
     ``states`` are their entries of the optimizer's state, if there are any; the tensors in them are
     put beside each other.
@@ -178,8 +184,8 @@ class Run:
         self._first: Tensor = self.flat  # the first gradient of the last step; there was none yet
 
     def _set_state(self, key: Any, value: Any, known: Sequence[Any] = ()) -> None:
-        """Make ``value`` the flat parameter's state, and its parts those of the parameters: of the
-        tensors ``known``, if any.
+        """Set the flat parameter's state to ``value`` and the parameters' states to parts of it, in
+        the tensors ``known``, if given.
         """
         kind = _kind(value, self.flat)
         parts: Sequence[Any] = [value] * len(self.parameters)
@@ -208,8 +214,8 @@ class Run:
         self._addresses = list(map(data_ptr, self._tensors))
 
     def take_state(self) -> bool:
-        """Read the numbers of the state; return False if anything else in it has changed since the
-        last step.
+        """Read the numeric state; return False if any other state has changed since the last
+        step.
         """
         return (
             not _is_state_held(self.parameters[0])
@@ -222,8 +228,8 @@ class Run:
         )
 
     def give_state_back(self, store: MutableMapping[Any, Any]) -> None:
-        """Move the flat parameter's state after a step out of ``store``, to the entries of the
-        parameters.
+        """Move the flat parameter's state, after a step, from ``store`` to the parameters'
+        entries.
         """
         if self.flat not in store and not self.states:
             return
@@ -242,8 +248,8 @@ class Run:
             self._remember_states()
 
     def take_gradient(self, keep: bool) -> bool:
-        """Set the flat gradient for one step: a view of the gradients if they lie as the weights
-        do, else a copy of them.
+        """Set the flat gradient for one step: a view if the gradients are adjacent like the
+        weights, else a copy.
 
         If ``keep``, gradients become parts of the copy if they are still those of the last step and
         only these parameters use them. After ``zero_grad()``, which sets them to None, moving new
@@ -284,7 +290,7 @@ def _has_plain_gradient(p: Tensor) -> bool:
 
 
 class FusionPlan:
-    """Runs of small parameters, and a cheap check whether they are still valid.
+    """Runs of small parameters, and a cheap check of their validity.
 
     The check looks at identities, addresses and lengths, not at versions, which torch's fused steps
     do not increase. It does not loop in Python over single parameters, as that would take longer
@@ -342,7 +348,7 @@ class FusionPlan:
         ]
 
     def is_current(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take gradients and state of each run; return False, with the optimizer unchanged, if the
+        """Load gradients and state of each run; return False, with the optimizer unchanged, if the
         plan is out of date.
         """
         groups = optimizer.param_groups
@@ -366,7 +372,7 @@ class FusionPlan:
             return False
 
     def give_back(self, store: MutableMapping[Any, Any]) -> None:
-        """Move gradients and state of runs back to their parameters after a step, whose state is in
+        """Restore gradients and state of the runs' parameters after a step; the state is in
         ``store``.
         """
         for run in self.runs:
@@ -380,7 +386,7 @@ class FusionPlan:
 def _find_runs(
     kinds: Mapping[Tensor, Any], store: Mapping[Any, Any], flats: Sequence[Tensor]
 ) -> list[Run]:
-    """Return the runs among parameters of one group, which have gradients, and maybe state in
+    """Return the runs among the parameters of one group; all have gradients, and may have state in
     ``store``.
     """
     runs: list[list[Tensor]] = []

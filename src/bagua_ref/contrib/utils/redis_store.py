@@ -1,4 +1,4 @@
-"""Redis as a store: running servers, or servers that the job starts (S8.1, S8.4)."""
+"""Redis stores: existing servers, or servers started by the job (S8.1, S8.4)."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ class RedisStore(ClusterStore):
             store.check_server()
 
     def shutdown(self) -> None:
-        """Stop this node's server if this job started it; all loaders of the node lose it. Servers
-        in ``hosts`` keep running.
+        """Stop this node's server if this job started it, for all loaders of the node. Servers in
+        ``hosts`` keep running.
         """
         self.close()
         if self._is_ours:
@@ -115,8 +115,8 @@ class RedisStore(ClusterStore):
 
 
 class FakeRedisStore(RedisStore):
-    """A fakeredis in this process, for tests: other processes, DataLoader workers too, have their
-    own. It never evicts.
+    """A fakeredis in this process, for tests: other processes, including DataLoader workers, have
+    their own. It never evicts.
 
     Args:
         cluster_mode: accepted, without effect.
@@ -141,13 +141,15 @@ class FakeRedisStore(RedisStore):
         ClusterStore.__init__(self, [_FakeStore()])
 
     def shutdown(self) -> None:
-        """Forget the values of this process."""
+        """Discard this process's values."""
         self.close()
         _fakes.pop(os.getpid(), None)
 
 
 class _RedisStore(Store):
-    """One Redis server. A request opens a connection and closes it; `CacheLoader` keeps its own."""
+    """A single Redis server. Each request opens and closes a connection; `CacheLoader` keeps its
+    own connections.
+    """
 
     def __init__(
         self, host: str = "", port: int | str = 6379, *, timeout: float = TIMEOUT, **options: Any
@@ -167,7 +169,7 @@ class _RedisStore(Store):
         return f"redis at {options.get('unix_socket_path') or '{host}:{port}'.format(**options)}"
 
     def connect(self, most: float = float("inf")) -> Any:
-        """Return a new client of redis-py for this server, which waits ``most`` seconds at most."""
+        """Return a new redis-py client of this server, with timeout ``most`` in seconds."""
         return connect(self._options, min(self._timeout, most))
 
     def num_keys(self) -> int:
@@ -179,12 +181,12 @@ class _RedisStore(Store):
         self._ask(methodcaller("flushdb"))
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
-        """Store every value under its key, in several commands if they exceed 1 MiB."""
+        """Store values under their keys, in several commands if they exceed 1 MiB."""
         for part in commands({encoded_key(key): value for key, value in dictionary.items()}):
             self._ask(methodcaller("mset", part))
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the value stored under each of ``keys``, or None."""
+        """Return the values stored under ``keys``, None for those without a value."""
         names = list(map(encoded_key, keys))
         return self._ask(methodcaller("mget", names)) if names else []
 
@@ -201,8 +203,8 @@ class _RedisStore(Store):
             return False
 
     def check_server(self) -> None:
-        """Raise ValueError if the server cannot be used as it is described; do nothing if it does
-        not answer within a second.
+        """Raise ValueError if the server's configuration does not work for a cache; no effect if it
+        does not answer within a second.
         """
         try:
             info = self._ask(methodcaller("info", "cluster"), is_probe=True)
@@ -214,14 +216,16 @@ class _RedisStore(Store):
             raise ValueError(f"{self} {_IN_CLUSTER}")
 
     def advice(self, error: BaseException | None) -> str:
-        """Return advice if ``error`` says that the server cannot be used in this way, else ""."""
+        """Return advice if ``error`` means that the server's configuration does not work, else
+        "".
+        """
         if any(words in str(error) for words in ("Authentication required", "unauthenticated")):
             return "needs a password; add 'password' to its entry in hosts"
         of_clusters = ("AskError", "ClusterCrossSlotError", "ClusterDownError", "MovedError")
         return _IN_CLUSTER if type(error).__name__ in of_clusters else ""
 
     def failure(self, error: Exception) -> StoreError:
-        """Return the error of a failed request, with the name of the server."""
+        """Convert the error of a failed request to a `StoreError` that names the server."""
         import redis
 
         if advice := self.advice(error):
@@ -233,7 +237,7 @@ class _RedisStore(Store):
         return StoreError(f"{self} {'refuses' if refused else 'fails'}: {reason}", refused)
 
     def _ask(self, request: Callable[[Any], _T], is_probe: bool = False) -> _T:
-        """Return the answer to a request; convert redis-py's errors into `StoreError`."""
+        """Send a request and return the answer; convert redis-py's errors to `StoreError`."""
         handled = sys.exc_info()[1]
         with self.connect(_PROBE_SECONDS) if is_probe else self.connect() as client:
             try:
@@ -251,7 +255,7 @@ _IN_CLUSTER = (
 
 
 class _FakeStore(_RedisStore):
-    """The fakeredis of the process that asks."""
+    """The fakeredis of the calling process."""
 
     def __repr__(self) -> str:
         return "fakeredis of this process"
@@ -287,7 +291,7 @@ def _fake_server() -> Any:
 
 
 def commands(values: Mapping[bytes, Any]) -> Iterator[dict[bytes, Any]]:
-    """Yield ``values`` in parts of about 1 MiB."""
+    """Split ``values`` into parts of about 1 MiB."""
     part: dict[bytes, Any] = {}
     size = 0
     for key, value in values.items():
@@ -309,8 +313,8 @@ def existing(client: Any, keys: Sequence[bytes]) -> list[bool]:
 
 
 def bootstrap_redis_server(capacity_per_node: int) -> list[dict[str, Any]]:
-    """Return the addresses of this job's servers, one per node, after starting them if needed
-    (S8.4). Every rank calls this.
+    """Start this job's servers, one per node, if needed; return their addresses (S8.4). Every rank
+    calls this.
     """
     return servers.addresses(checked_capacity(capacity_per_node), every_node=True)
 
@@ -321,8 +325,8 @@ def shutdown_redis_server() -> None:
 
 
 def start_redis_server_cli(port: int, capacity: int, *args: str) -> None:
-    """Start a Redis on loopback that outlives this process, for ``RedisStore(hosts=[...])``; return
-    when it answers.
+    """Start a Redis server on loopback that outlives this process, for ``RedisStore(hosts=[...])``;
+    return once it answers.
 
     It has no password unless ``args`` sets one, so every user of this machine can read it. End it
     with ``redis-cli -p PORT shutdown``. The servers that a job starts for itself are different
@@ -345,12 +349,14 @@ def start_redis_server_cli(port: int, capacity: int, *args: str) -> None:
 
 
 def get_host_ip() -> str:
-    """Return the address by which other nodes reach this one."""
+    """Return the address of this node for other nodes."""
     return servers.node_address(get_master_addr())
 
 
 def checked_capacity(capacity: int, name: str = "capacity_per_node") -> int:
-    """Return ``capacity``, the argument ``name``; ValueError unless it is a positive integer."""
+    """Return the argument ``name``, ``capacity``; raise ValueError unless it is a positive
+    integer.
+    """
     if not isinstance(capacity, int) or capacity < 1:
         raise ValueError(f"{name}={capacity!r} must be a positive number of bytes")
     return capacity

@@ -1,4 +1,4 @@
-"""Key-value stores: the contract, and several stores used as one (S8.1)."""
+"""Key-value stores: the contract, and a store that combines several (S8.1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class StoreError(BaguaError):
-    """A store cannot be reached, or refuses a request.
+    """Raised if a store cannot be reached, or refuses a request.
 
     Args:
         message: the error, with the name of the store.
@@ -29,8 +29,8 @@ class StoreError(BaguaError):
 
 
 def encoded_key(key: str) -> bytes:
-    """Return a store's key in UTF-8; lone surrogates, as in names of files that are not UTF-8, are
-    encoded too (S8.1).
+    """Encode a store's key in UTF-8, including lone surrogates, which occur in file names that are
+    not UTF-8 (S8.1).
 
     Raises:
         TypeError: it is no str.
@@ -41,7 +41,7 @@ def encoded_key(key: str) -> bytes:
 
 
 class Store(ABC):
-    """A store of bytes under string keys. Every method may raise `StoreError`."""
+    """Contract of stores of bytes under string keys. Every method may raise `StoreError`."""
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store ``value`` under ``key``."""
@@ -65,7 +65,7 @@ class Store(ABC):
 
     @abstractmethod
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the value stored under each of ``keys``, or None."""
+        """Return the values stored under ``keys``, None for those without a value."""
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each of ``keys`` has a value."""
@@ -73,17 +73,17 @@ class Store(ABC):
 
     @abstractmethod
     def status(self) -> bool:
-        """Return whether the store answers; never raises."""
+        """Return whether the store answers; never raises an error."""
 
     def shutdown(self) -> None:  # noqa: B027  (most stores belong to someone else)
         """Stop the server if this process started it; other servers keep running."""
 
     def close(self) -> None:  # noqa: B027
-        """Close this process's connections; they are opened again when needed."""
+        """Close this process's connections; they are reopened when needed."""
 
 
 class ClusterStore(Store):
-    """Several stores used as one: the hash of a key selects its store (S8.1).
+    """Several stores used as one: each key is stored in the store that its hash selects (S8.1).
 
     Args:
         stores: at least one store; all processes use the same order.
@@ -116,7 +116,7 @@ class ClusterStore(Store):
             store.clear()
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
-        """Store every value under its key, with one ``mset`` for each store."""
+        """Store values under their keys, with one ``mset`` per store."""
         parts: dict[int, dict[str, str | bytes]] = {}
         for key, value in dictionary.items():
             parts.setdefault(self._index(key), {})[key] = value
@@ -124,8 +124,8 @@ class ClusterStore(Store):
             self.stores[index].mset(part)
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the value stored under each of ``keys``, or None, with one ``mget`` for each
-        store.
+        """Return the values stored under ``keys``, None for those without a value, with one
+        ``mget`` per store.
         """
         return self._ask(keys, lambda store, part: store.mget(part))
 
@@ -138,12 +138,12 @@ class ClusterStore(Store):
         return all(store.status() for store in self.stores)
 
     def shutdown(self) -> None:
-        """Stop the servers that this process started."""
+        """Stop the servers started by this process."""
         for store in self.stores:
             store.shutdown()
 
     def close(self) -> None:
-        """Close this process's connections; they are opened again when needed."""
+        """Close this process's connections; they are reopened when needed."""
         for store in self.stores:
             store.close()
 
