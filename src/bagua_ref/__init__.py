@@ -161,7 +161,7 @@ else:  # so that type checkers still find misspelt names
 
 
 def _install(mixin: type, target: type) -> None:
-    """Put the methods and properties of ``mixin`` on ``target``, never over one that is there."""
+    """Add the methods and properties of ``mixin`` to ``target``; existing ones are not replaced."""
     for name, member in vars(mixin).items():
         if not name.startswith("__") and not hasattr(target, name):
             setattr(target, name, member)

@@ -1,4 +1,4 @@
-"""The public name of `bagua_ref.groups.communication`, which it is."""
+"""Public alias of `bagua_ref.groups.communication`."""
 
 import sys
 

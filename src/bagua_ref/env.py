@@ -1,4 +1,6 @@
-"""This rank's place and settings from the environment (S1), mostly under the original's names."""
+"""This rank's position and settings from the environment (S1), mostly under the original's
+names.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """Return this rank's place on its node (S1)."""
+    """Return this rank's index on its node (S1)."""
     return current_world().identity.local_rank
 
 
@@ -49,7 +51,7 @@ def get_local_size() -> int:
 
 
 def get_node_rank() -> int:
-    """Return this rank's node (S1)."""
+    """Return the index of this rank's node (S1)."""
     return current_world().identity.node_rank
 
 
@@ -66,7 +68,7 @@ def get_default_bucket_size() -> int:
 
 
 def shares_memory() -> bool:
-    """Return whether ranks of one machine may share memory: yes, unless BAGUA_REF_SHARED_MEMORY is
+    """Return whether ranks on one machine may share memory: True unless BAGUA_REF_SHARED_MEMORY is
     0.
 
     Raises:
@@ -92,7 +94,7 @@ def get_default_timeout() -> float:
 
 
 def checked_timeout(timeout: float) -> float:
-    """Return ``timeout``, a number of seconds from 0.001 to 1e9 (S2.5).
+    """Validate ``timeout``, a number of seconds from 0.001 to 1e9, and return it (S2.5).
 
     Raises:
         ValueError: it is something else.

@@ -1,4 +1,4 @@
-"""The exceptions of bagua_ref that are not plain ``ValueError`` or ``TypeError``."""
+"""Exceptions of bagua_ref other than plain ``ValueError`` and ``TypeError``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CommunicationError(BaguaError):
 
 
 class CommunicationTimeoutError(CommunicationError, TimeoutError):
-    """No progress within the timeout; the message names what was waited for (S2.5)."""
+    """No progress within the timeout; the message names the awaited event (S2.5)."""
 
 
 class CheckpointError(BaguaError):
@@ -52,8 +52,8 @@ class CheckpointError(BaguaError):
 
 
 class RankCall(NamedTuple):
-    """One rank's part in an error of a simulated world: what its thread was doing, and in which
-    line of the user's code.
+    """One rank's part in an error of a simulated world: its thread's activity, and the line of user
+    code.
 
     Attributes:
         rank: the global rank.

@@ -1,4 +1,4 @@
-"""The public name of `bagua_ref.observe.flight_recorder`, which it is."""
+"""Public alias of `bagua_ref.observe.flight_recorder`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The public name of `bagua_ref.formulas.graphs`, which it is."""
+"""Public alias of `bagua_ref.formulas.graphs`."""
 
 import sys
 

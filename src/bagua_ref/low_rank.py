@@ -1,4 +1,4 @@
-"""The public name of `bagua_ref.formulas.low_rank`, which it is."""
+"""Public alias of `bagua_ref.formulas.low_rank`."""
 
 import sys
 

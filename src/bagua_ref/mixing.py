@@ -1,4 +1,4 @@
-"""The public name of `bagua_ref.formulas.mixing`, which it is."""
+"""Public alias of `bagua_ref.formulas.mixing`."""
 
 import sys
 

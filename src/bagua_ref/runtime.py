@@ -1,4 +1,4 @@
-"""The public name of `bagua_ref.base.runtime`, which it is."""
+"""Public alias of `bagua_ref.base.runtime`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The public name of `bagua_ref.buckets.tensor`, which it is."""
+"""Public alias of `bagua_ref.buckets.tensor`."""
 
 import sys
 

@@ -79,12 +79,12 @@ class Group(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """The bytes that this rank has sent in this group and its background groups, by formula."""
+        """The bytes sent by this rank in this group and its background groups, by formula."""
         ...
 
     @property
     def unrounded_bytes(self) -> float:
-        """`bytes_sent` before rounding, for sums."""
+        """`bytes_sent` without rounding, for use in sums."""
         ...
 
     @property

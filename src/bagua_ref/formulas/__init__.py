@@ -1,1 +1,1 @@
-"""Formulas of the specification that need no communication: pure functions."""
+"""Formulas of the specification: pure functions without communication."""

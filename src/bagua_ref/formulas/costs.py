@@ -158,7 +158,7 @@ def _ring(chunks: Sequence[int], first: int) -> Operation:
 
 
 class Traffic(NamedTuple):
-    """Counts of one rank's messages and bytes over links of one kind."""
+    """Counts of one rank's messages and bytes over one kind of link."""
 
     bytes_sent: int = 0
     messages_sent: int = 0
@@ -201,8 +201,8 @@ class LinkCosts(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> LinkCosts:
-        """Return the costs of ``BANDWIDTH,LATENCY`` of all links, or of those between and then
-        those inside nodes.
+        """Parse ``BANDWIDTH,LATENCY`` of all links, or of those between nodes and then those inside
+        nodes.
 
         Raises:
             ValueError: the text is something else.
@@ -225,8 +225,8 @@ class LinkCosts(NamedTuple):
 
 
 def parse_seconds(text: str, least: float = 1e-9) -> float:
-    """Return a time such as 120ms in seconds; raise ValueError if it is none, or less than
-    ``least`` seconds.
+    """Parse a duration such as 120ms; return seconds. Raise ValueError for other text, or for less
+    than ``least`` seconds.
     """
     number, unit = _split(text)
     seconds = number / _PER_SECOND.get(unit, math.nan)
@@ -301,8 +301,8 @@ def overlap(
     seconds: Sequence[float],
     after: float = 0.0,
 ) -> tuple[float, float]:
-    """Return the seconds of a step whose buckets communicate during backward, and how many of them
-    are exposed (S14.4).
+    """Return the duration of a step whose buckets communicate during backward, and its exposed
+    communication, in seconds (S14.4).
 
     Bucket i is ready at forward + backward * (bytes up to and with i) / total. Its operation starts
     when it is ready and the one before has ended. step = max(forward + backward, end of the last

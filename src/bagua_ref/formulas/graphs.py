@@ -43,7 +43,7 @@ _NEAR_ONE = 1e-6
 
 
 def complete(t: int, n: int) -> Graph:
-    """Return the graph in which each rank averages all ranks (S3.4, "all").
+    """Return the graph in which each rank averages with all ranks (S3.4, "all").
 
     >>> complete(0, 2)
     [[(0, 0.5), (1, 0.5)], [(0, 0.5), (1, 0.5)]]
@@ -53,8 +53,8 @@ def complete(t: int, n: int) -> Graph:
 
 
 def shift_one_peer(rank: int, nranks: int, step: int) -> int:
-    """Return the rank with which ``rank`` averages at ``step``: one of the other half, the next one
-    at each step (S3.4).
+    """Return the peer of ``rank`` at ``step``: a rank of the other half, the next one at each step
+    (S3.4).
 
     With h = nranks/2, it is ``(step + rank) mod h + h`` for the first half and ``(rank - h - step)
     mod h`` for the second. This is an involution, and in h steps each rank is paired with every
@@ -174,7 +174,7 @@ class Mode(NamedTuple):
 
 
 def _doublings(n: int) -> int:
-    """Return ceil(log2 n), computed in integers."""
+    """Return ceil(log2 n), computed with integers."""
     return (n - 1).bit_length()
 
 
@@ -198,8 +198,7 @@ MODES = {
 
 
 def in_turn(graphs: Sequence[Graph]) -> GraphFunction:
-    """Return a function ``(t, n) -> graph`` that gives these graphs one after another, and then
-    begins again.
+    """Return a function ``(t, n) -> graph`` that cycles through these graphs.
 
     Args:
         graphs: at least one, all for the same number of ranks.
@@ -224,8 +223,8 @@ def check_mode(peer_selection_mode: Any) -> None:
 
 
 def checked_graph(graph: Any, n: int) -> Graph:
-    """Return ``graph``, which a user's function made for ``n`` ranks, as a `Graph`, if it is doubly
-    stochastic (S13.4).
+    """Convert ``graph``, returned by a user's function for ``n`` ranks, to a `Graph`; it must be
+    doubly stochastic (S13.4).
 
     Raises:
         ValueError: there are not n rows; a row or column does not sum to 1 within 1e-6, in float64;

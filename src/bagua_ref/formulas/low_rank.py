@@ -1,5 +1,5 @@
 """Low-rank approximation: the shapes of compressed gradients, orthonormal columns, and random
-columns to start from (S10).
+initial columns (S10).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ THRESHOLD = 1e-6
 def matrix_shape(
     shape: Sequence[int], matrix_approximation_rank: int, min_compression_rate: float
 ) -> tuple[int, int, int] | None:
-    """Return n, m and r of a gradient as a matrix, None if it is not compressed (S10.1).
+    """Return n, m and r of a gradient viewed as a matrix, None if it is not compressed (S10.1).
 
     n is the first dimension, m the product of the others, and ``r = min(n, m,
     matrix_approximation_rank)``. A gradient of two or more dimensions is compressed if ``(n + m) *
@@ -78,7 +78,7 @@ def _orthonormalize(columns: Tensor) -> None:
 
 
 def random_columns(m: int, r: int, seed: int, round_number: int, place: int) -> Tensor:
-    """Return N, m x r standard normal float32 numbers, equal on all ranks (S10.2).
+    """Return N, m x r standard normal float32 numbers, identical on all ranks (S10.2).
 
     Args:
         m: rows.
@@ -94,8 +94,8 @@ def random_columns(m: int, r: int, seed: int, round_number: int, place: int) -> 
 def starting_columns(
     factors: Sequence[Tensor], seed: int, round_number: int, places: Sequence[int]
 ) -> list[Tensor]:
-    """Return the orthonormal Q of each matrix at the start of a round, made from the last round's
-    factors (S10.2).
+    """Return the orthonormal Q of each matrix at the start of a round, computed from the last
+    round's factors (S10.2).
 
     Each column is contiguous, which makes products much faster.
 

@@ -22,7 +22,7 @@ _DOUBLINGS = 40
 
 @dataclass(frozen=True)
 class Mixing:
-    """Contraction of the ranks' distance from their mean when a period of graphs is repeated.
+    """Contraction of the ranks' distance from their mean under repetition of a period of graphs.
 
     With W_t the `matrix` of round t, J the matrix of 1/n and P the rounds of a period, a round
     multiplies the ranks' distances from their mean by W_t - J.
@@ -56,8 +56,7 @@ class Mixing:
 
 
 def matrix(graph: Graph) -> Matrix:
-    """Return the mixing matrix: the weight with which rank r receives from rank s, in row r and
-    column s.
+    """Return the mixing matrix: entry (r, s) is the weight with which rank r receives from rank s.
 
     >>> matrix([[(0, 0.75), (1, 0.25)], [(1, 0.75), (0, 0.25)]])
     array([[0.75, 0.25], [0.25, 0.75]])
@@ -104,8 +103,8 @@ def mixing(graphs: Sequence[Graph], tolerance: float = 1e-6) -> Mixing:
 def _first_round(
     rounds: list[Matrix], period: Matrix, tolerance: float
 ) -> tuple[int | None, float]:
-    """Return the first round after which the distance is within tolerance, None if there is none,
-    and the distance then.
+    """Return the first round after which the distance is within tolerance (None: never), and the
+    distance after it.
     """
     powers = [period]
     while _norm(powers[-1]) > tolerance:

@@ -87,7 +87,7 @@ def _on(comm: MaybeCommunicator | None) -> Any:
 
 
 def get_backend(model_name: str) -> Any:
-    """Return the communication engine of a wrapped module, which has ``wait_pending_comm_ops()``.
+    """Return a wrapped module's communication engine, which has ``wait_pending_comm_ops()``.
 
     For kernel backends, see `bagua_ref.get_backend`.
 
@@ -182,7 +182,7 @@ def allreduce(
 def allreduce_inplace(
     tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
 ) -> None:
-    """Combine ``tensor`` over ranks, in place on every rank (S3.9)."""
+    """Combine ``tensor`` over ranks in place, on every rank (S3.9)."""
     _on(comm).allreduce_inplace(tensor, op)
 
 
@@ -275,7 +275,9 @@ def reduce_scatter_inplace(
 def alltoall(
     send_tensor: Tensor, recv_tensor: Tensor, comm: MaybeCommunicator | None = None
 ) -> None:
-    """Send chunk d of n to rank d; chunk s of ``recv_tensor`` comes from rank s (S3.9)."""
+    """Exchange chunks between all ranks: chunk d of n goes to rank d, chunk s of ``recv_tensor``
+    comes from rank s (S3.9).
+    """
     _on(comm).alltoall(send_tensor, recv_tensor)
 
 
@@ -314,13 +316,13 @@ def alltoall_v_inplace(
 
 
 def barrier(comm: MaybeCommunicator | None = None) -> None:
-    """Wait until every rank has called it (S3.9)."""
+    """Wait until every rank has called this function (S3.9)."""
     _on(comm).barrier()
 
 
 def _coalesced(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Yield flat copies of tensors of one dtype and device, with the tensors to copy them back to;
-    all ranks split them alike.
+    """Yield flat copies of tensors of one dtype and device, with the tensors to copy back to; all
+    ranks split them in the same way.
     """
     for alike in by_dtype_and_device(tensor for tensor in tensors if tensor.numel()):
         batches: list[list[Tensor]] = [[]]
@@ -346,7 +348,8 @@ def _scatter_flat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _without_repeats(tensor: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of an expanded tensor and of ``values`` with each element in memory once.
+    """Return views of an expanded tensor and of ``values`` in which each memory location occurs
+    once.
 
     Raises:
         ValueError: ``values`` differ along a dimension along which ``tensor`` is expanded.
@@ -373,8 +376,8 @@ _patched: weakref.WeakKeyDictionary[Any, BaguaProcessGroup] = weakref.WeakKeyDic
 
 
 class BaguaProcessGroupPatch:
-    """The methods that importing bagua_ref adds to torch's ProcessGroup, for the Bagua group of the
-    same ranks.
+    """The methods that importing bagua_ref adds to torch's ProcessGroup; they use the Bagua group
+    of the same ranks.
     """
 
     def bagua_patch(self, stream: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Process groups: their ranks, their connections and their end (S1)."""
+"""Process groups: their ranks, connections and lifetime (S1)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ MaybeCommunicator = Communicator | NonMember
 
 @dataclass
 class _Job:
-    """State shared by the process groups of one ``init_process_group()``; they do not outlive it or
-    its world.
+    """State shared by the process groups of one ``init_process_group()`` call; it ends with them
+    and its world.
     """
 
     world: World
@@ -53,14 +53,15 @@ class _Job:
     counters: dict[str, Iterator[int]] = field(default_factory=dict)
 
     def next_name(self, stem: str) -> str:
-        """Return ``stem`` with the next number. Ranks make groups in the same order, so they agree
-        on it.
+        """Return ``stem`` with the next number; ranks agree on it because they make groups in the
+        same order.
         """
         return f"{stem}{next(self.counters.setdefault(stem, itertools.count()))}"
 
 
 class BaguaProcessGroup:
-    """Ranks that communicate: all of them, those of one node, or the leaders (S1).
+    """A group of ranks with communicators among all of them, within each node, and among the node
+    leaders (S1).
 
     Making a group costs nothing. Its ranks connect when they first ask for a communicator, which
     all of them must do in the same order. A group is used by one thread at a time.
@@ -162,13 +163,13 @@ class BaguaProcessGroup:
         return self._communicator("intra")
 
     def for_background(self) -> BaguaProcessGroup:
-        """Return a new group of the same ranks for background threads; all ranks call this in the
-        same order.
+        """Return a background group of the same ranks, this one if it is one already; all ranks
+        call this in the same order.
         """
         return self if self.is_background else self.sibling()
 
     def sibling(self) -> BaguaProcessGroup:
-        """Return another background group of the same ranks; all ranks call this in the same
+        """Return a new background group of the same ranks; all ranks call this in the same
         order.
         """
         name = self._job.next_name(f"{self.group_name}/background")
@@ -190,14 +191,14 @@ class BaguaProcessGroup:
 
     @property
     def bytes_sent(self) -> int:
-        """Return the bytes that this rank has sent in this group and its background groups, by
+        """Return the bytes sent by this rank in this group and its background groups, by
         formula.
         """
         return round(self.unrounded_bytes)
 
     @property
     def unrounded_bytes(self) -> float:
-        """Return `bytes_sent` before rounding, for sums."""
+        """Return `bytes_sent` without rounding, for use in sums."""
         siblings = [group for weak in self._siblings if (group := weak()) is not None]
         return sum(sender.unrounded_bytes for sender in (*self._communicators.values(), *siblings))
 

@@ -1,4 +1,4 @@
-"""Ways to use the algorithms from other libraries, one file each."""
+"""Integrations with other libraries, one module each."""
 
 from bagua_ref.integrations.ddp_hooks import DDPHookState, ddp_comm_hook
 

@@ -42,8 +42,8 @@ def ddp_comm_hook(
     backend: str | KernelBackend | None = None,
     **options: Any,
 ) -> tuple[DDPHookState, Callable[[Any, Any], Any]]:
-    """Return state and hook for ``DistributedDataParallel.register_comm_hook(state, hook)``, so
-    that DDP averages as the algorithm.
+    """Return state and hook for ``DistributedDataParallel.register_comm_hook(state, hook)``, which
+    replace DDP's averaging by the algorithm.
 
     Collective: every rank of the group calls it, after ``torch.distributed.init_process_group()``.
     The operations and their results are those of `bagua_ref.distributed.BaguaModule.with_bagua` for
@@ -93,7 +93,7 @@ def ddp_comm_hook(
 
 
 def _hook(state, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations with types of its own
-    """Average DDP's bucket."""
+    """Average the gradients in a bucket of DDP."""
     return state.reduce(bucket)
 
 
@@ -133,8 +133,8 @@ class DDPHookState(TrainingContext):
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The places of the parameters in each bucket of the last round, which also name what the
-        algorithm keeps.
+        """The parameter indices of each bucket in the last round; algorithm states use them as
+        names.
 
         They are counted from 0 in the order in which DDP's first buckets have them: that of
         ``parameters()``, last one first.
@@ -143,18 +143,18 @@ class DDPHookState(TrainingContext):
 
     @property
     def reductions(self) -> int:
-        """The backward passes whose gradients have been reduced."""
+        """The number of backward passes with reduced gradients."""
         return self.steps_of_optimizers[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reductions so far, and what the algorithm keeps; memories belong to this rank,
-        so each rank saves its own.
+        """Return the number of reductions and the algorithm's state; error memories belong to this
+        rank, so each rank saves its own.
         """
         return self.bagua_algorithm.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], **options: Any) -> None:
-        """Continue from ``state``; call it on every rank, before or after ``register_comm_hook``.
-        It does not communicate.
+        """Restore ``state``; call it on every rank, before or after ``register_comm_hook``. It does
+        not communicate.
 
         Args:
             state: what `state_dict` returned on the same rank of as many ranks, for the same model.
@@ -166,7 +166,7 @@ class DDPHookState(TrainingContext):
         self.bagua_algorithm.load_state_dict(state, **options)
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Begin to average DDP's ``bucket`` in the background; return a future of its buffer."""
+        """Start averaging DDP's ``bucket`` in the background; return a future of its buffer."""
         self.rounds.check_usable()
         with use_world(self.world), torch.no_grad():
             if bucket.index() == 0:
@@ -191,13 +191,13 @@ class DDPHookState(TrainingContext):
         return reduction.future
 
     def end_round(self) -> None:
-        """Count a round; the last bucket's job calls this."""
+        """Count a finished round; the job of the last bucket calls this."""
         self._count_round()
         self.steps_of_optimizers[0] += 1
         self.meter.count_step(True)
 
     def _bucket_of(self, bucket: Any) -> _DDPBucket:
-        """Return our bucket for DDP's; a new one where DDP has made new buckets."""
+        """Return the counterpart of DDP's bucket, a new one if DDP has rebuilt its buckets."""
         parameters = bucket.parameters()
         # DDP's first buckets come in reverse order, with parameters in forward order, so this is
         # the order of S2.1.
@@ -213,11 +213,11 @@ class DDPHookState(TrainingContext):
         return known
 
     def wait_pending_comm_ops(self) -> None:
-        """Do nothing: DDP waits for the futures."""
+        """Do nothing: DDP itself waits for the futures."""
 
 
 class _HookRounds(AgreedRounds):
-    """The rounds of a hook."""
+    """The agreed rounds of a communication hook."""
 
     def __init__(self, state: DDPHookState, engine: Engine) -> None:
         super().__init__(
@@ -231,7 +231,9 @@ class _HookRounds(AgreedRounds):
             engine.new_round = self.new_round
 
     def new_round(self) -> AgreedRound:
-        """Return the round that begins now."""
+        """Return a new round, in which ranks agree on the number of reductions and the algorithm's
+        facts.
+        """
         facts = [
             Fact("{has} finished {value} reductions", self._state.reductions),
             *self._state.bagua_algorithm.facts(),
@@ -239,7 +241,9 @@ class _HookRounds(AgreedRounds):
         return AgreedRound(self, facts)
 
     def digest(self) -> Fact | None:
-        """Return a checksum of the factors, which all ranks share; DDP sees to the weights."""
+        """Return a checksum of the factors, which must be equal on all ranks; DDP synchronizes the
+        weights.
+        """
         algorithm, checksum = self._state.bagua_algorithm, 0
         if not isinstance(algorithm, CompressedGradientsImpl):
             return None
@@ -249,7 +253,7 @@ class _HookRounds(AgreedRounds):
 
 
 class _DDPBucket:
-    """DDP's bucket as a bucket of ours, in DDP's memory unless it needs padding.
+    """A bucket over the memory of DDP's bucket; a padded one has memory of its own.
 
     Args:
         state: whose algorithm appends the operations.
@@ -281,18 +285,18 @@ class _DDPBucket:
         )
 
     def receive(self, bucket: Any) -> None:
-        """Take the gradients of DDP's ``bucket``."""
+        """Load the gradients of DDP's ``bucket``."""
         self._gradients = dict(zip(self.names, _gradients(bucket), strict=True))
 
     def store(self, flat: Tensor, gradients: list[Tensor]) -> None:
-        """Copy the result to DDP's ``gradients``, unless it is there."""
+        """Copy the result to DDP's ``gradients``, unless the memory is shared."""
         if flat.data_ptr() != gradients[0].data_ptr():
             torch._foreach_copy_(gradients, [self._gradients[name] for name in self.names])
 
 
 def _gradients(bucket: Any) -> list[Tensor]:
-    """Return the gradients in DDP's ``bucket``, in their parameters' strides; its own method takes
-    all of them to be row-major.
+    """Return the gradients in DDP's ``bucket`` with their parameters' strides; DDP's own method
+    assumes row-major order.
     """
     parameters, buffer = bucket.parameters(), bucket.buffer()
     parts = buffer.split([parameter.numel() for parameter in parameters])
@@ -336,7 +340,7 @@ class _Reduction(BucketRun):
             self._result.set_result(self._buffer)
 
     def run(self) -> None:
-        """Run the operations, and put their result into DDP's bucket."""
+        """Run the operations, and store their result in DDP's bucket."""
         super().run()
         assert self.flat is not None, (
             "DDP has waited for the last round, so the bucket was free to be loaded"

@@ -1,5 +1,5 @@
 """Callbacks that explain hangs of Lightning's and Hugging Face's Trainer; both libraries are
-imported when asked for.
+imported lazily.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def transformers_callback(folder: str | Path, **options: Any) -> Any:
 def _callback(
     base: Any, begin: str, end: str, folder: str | Path, options: Mapping[str, Any]
 ) -> Any:
-    """Return a callback that watches from one event of the trainer to another."""
+    """Return a callback that runs a watchdog from the trainer's event ``begin`` to its event
+    ``end``.
+    """
     watches: list[HangWatch] = []
 
     def enter(*_: Any, **of: Any) -> None:

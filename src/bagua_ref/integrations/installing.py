@@ -66,7 +66,7 @@ def install(
     backend: str | KernelBackend | None = None,
     **options: Any,
 ) -> Installation:
-    """Let a model that torch has made parallel average its gradients as an algorithm (S16).
+    """Install an algorithm as the gradient averaging of a model that torch has made parallel (S16).
 
     Collective: every rank calls it, once per model, after the model was made parallel. Nothing is
     wrapped, and the training loop stays as it is.
@@ -168,7 +168,8 @@ def install(
 
 
 class Installation:
-    """An algorithm at work in a model that torch has made parallel; `bagua_ref.install` makes it.
+    """Handle of an algorithm installed in a model that torch has made parallel; `bagua_ref.install`
+    returns it.
 
     ``torch.distributed.checkpoint`` saves and loads it beside the model, as in
     ``save({"model": model, "bagua": installation})``; training then goes on exactly where it was.
@@ -210,13 +211,14 @@ class Installation:
         return {**found, "bytes_sent_by_torch": round(plain)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, beside model and optimizers. What belongs to this rank,
-        as error memories do, is under its number; later passes replace them and do not change them.
+        """Return the state for a checkpoint, in addition to model and optimizers. State of this
+        rank alone, such as error memories, is stored under the rank's number; later passes do not
+        modify it.
         """
         return {self._own: {unit.name: unit.state() for unit in self._units}}
 
     def load_state_dict(self, state: Mapping[str, Any], drop_local: bool = False) -> None:
-        """Continue from ``state``; call it on every rank. It does not communicate.
+        """Restore ``state``; call it on every rank. It does not communicate.
 
         Args:
             state: what `state_dict` returned; with error memories, on the same rank of as many
@@ -244,14 +246,16 @@ class Installation:
 
     @property
     def _own(self) -> str:
-        """The name of this rank's state: that of all, if they have the same."""
+        """The key of this rank's state in a checkpoint; all ranks share one if their states are
+        equal.
+        """
         world, name = current_world().identity, GlobalAlgorithmRegistry.name_of(self.algorithm)
         is_local = any(unit.is_local for unit in self._units)
         whose = f"rank {world.rank} of {world.world_size}" if is_local else "every rank"
         return f"{name}, version {_VERSION}, {whose}"
 
     def remove(self) -> None:
-        """Let torch average by itself again; every rank calls it, outside of backward passes.
+        """Restore torch's own averaging; every rank calls this, outside of backward passes.
 
         `bagua_ref.install` can then be called for the model again.
         """
@@ -261,14 +265,14 @@ class Installation:
 
 
 def _hook(slot, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations with types of its own
-    """Average DDP's bucket."""
+    """Average the gradients in a bucket of DDP."""
     if slot.state is None:  # removed, but torch cannot unregister a hook
         return allreduce_hook(slot.torch_group, bucket)
     return slot.state.reduce(bucket)
 
 
 class _Replicated:
-    """A DistributedDataParallel as a unit."""
+    """Installation in a DistributedDataParallel, as one unit."""
 
     is_local, reductions, ranks, so_far = False, 0, (0,), " so far"
 
@@ -286,7 +290,9 @@ class _Replicated:
     def check(
         self, name: str, options: dict[str, Any], process_group: tuple[int, ...] | None
     ) -> str:
-        """Raise ValueError for another group than DDP's; return what all ranks must have."""
+        """Raise ValueError for a group other than DDP's; return an empty string, as there are no
+        settings to compare between ranks.
+        """
         if process_group is not None and {*process_group} != {*self.ranks}:
             raise ValueError(
                 f"process_group has ranks {[*process_group]}, and DistributedDataParallel"
@@ -297,7 +303,7 @@ class _Replicated:
     def set(
         self, name: str, group: Group, backend: str | KernelBackend | None, options: dict[str, Any]
     ) -> Meter:
-        """Register the hook, or use that of an installation that was removed; return its meter."""
+        """Register the hook, or reuse that of a removed installation; return its meter."""
         self._state, _ = ddp_comm_hook(name, process_group=group, backend=backend, **options)
         self.is_local = bool(self._state.bagua_algorithm.rank_state)
         self._slot.state, self._slot.torch_group = self._state, self.torch_group
@@ -306,31 +312,34 @@ class _Replicated:
         return self._state.meter
 
     def unset(self) -> None:
-        """Let the hook take the plain mean."""
+        """Make the hook compute the plain mean."""
         self._slot.state = None
 
     def costs(self) -> tuple[float, float]:
-        """Return the bytes that this rank has sent in a backward pass, and those of torch's own."""
+        """Return the bytes that this rank has sent per backward pass, and those of torch's own
+        averaging.
+        """
         meter, n = self._state.meter, len(self.ranks)
         self.reductions = meter.steps
         sent = self._state.process_group.unrounded_bytes - meter.bytes_before
         return sent / max(meter.steps, 1), 2 * (n - 1) / n * sum(p.nbytes for p in self._parameters)
 
     def state(self) -> bytes:
-        """Return the hook's state. It is in one piece, as DDP's first passes make its buckets and a
-        program that loads has not made them.
+        """Return the hook's state as one blob: DDP makes its buckets in the first passes, so a
+        loading program has none yet.
         """
         torch.save(self._state.state_dict(), saved := io.BytesIO())
         return saved.getvalue()
 
     def loading(self, state: bytes, drop_local: bool) -> Callable[[], None]:
-        """Validate ``state``; return a callback that loads it."""
+        """Validate ``state``; return a callback that restores it."""
         values = torch.load(io.BytesIO(state), weights_only=True)
         return partial(self._state.load_state_dict, values, drop_local=drop_local)
 
 
 class _Shards:
-    """Parameters that FSDP2 reduces together: those of one call of ``fully_shard``, a unit (S16.2).
+    """Installation in a unit of FSDP2: the parameters of one call of ``fully_shard``, reduced
+    together (S16.2).
 
     Args:
         name: the module's name.
@@ -361,12 +370,12 @@ class _Shards:
 
     @property
     def _trained(self) -> list[Any]:
-        """FSDP2's objects for those parameters that need a gradient."""
+        """FSDP2's objects for the parameters that require a gradient."""
         return [p for p in self._params.fsdp_params if p.sharded_param.requires_grad]
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """The dtypes in which gradients are reduced."""
+        """The dtypes of reduced gradients."""
         policy = self._params.mp_policy
         reduced = policy.reduce_dtype or policy.param_dtype
         return {reduced or p.sharded_param.dtype for p in self._trained}
@@ -374,7 +383,7 @@ class _Shards:
     def check(
         self, name: str, options: dict[str, Any], process_group: tuple[int, ...] | None
     ) -> str:
-        """Return the facts that must agree on all ranks.
+        """Validate the settings; return those that must be equal on all ranks.
 
         Raises:
             ValueError: S16.5 refuses something.
@@ -426,7 +435,8 @@ class _Shards:
         feedback: bool,
         replicas: bool,
     ) -> None:
-        """Let FSDP2 call this to reduce-scatter, or `average` afterwards over ``replicas``.
+        """Register this unit as FSDP2's reduce-scatter or, with ``replicas``, `average` as its
+        all-reduce hook.
 
         Args:
             rounds: of the ranks that communicate.
@@ -450,7 +460,7 @@ class _Shards:
             self._module.set_reduce_scatter_unused_params(True, recurse=False)
 
     def unset(self) -> None:
-        """Let FSDP2 reduce by itself again."""
+        """Restore FSDP2's own reduction."""
         if self._replicas:
             self._module.set_all_reduce_hook(None)
         else:
@@ -459,11 +469,11 @@ class _Shards:
             self._module.set_reduce_scatter_unused_params(self._unused, recurse=False)
 
     def allocate(self, size: Sequence[int], **kind: Any) -> Tensor:
-        """Return a tensor for FSDP2's input or output."""
+        """Allocate a tensor for FSDP2's input or output."""
         return torch.empty(*size, **kind)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *, op: Any, **_: Any) -> None:
-        """Reduce-scatter FSDP2's input, which has a row for each rank (S16.2, S16.3)."""
+        """Reduce-scatter FSDP2's input, which has one row per rank (S16.2, S16.3)."""
         n, rank, size = self._n, self._comm.rank(), output_tensor.numel()
         average = op == dist.ReduceOp.AVG
         with self._agreed(input_tensor):
@@ -478,7 +488,7 @@ class _Shards:
             output_tensor.copy_(rows[rank * size : (rank + 1) * size])
 
     def _exchanged(self, x: Tensor) -> Tensor:
-        """Return this rank's row of every rank's ``x``, as decoded."""
+        """Exchange rows by all-to-all; return this rank's row of every rank's ``x``, as decoded."""
         n, codec = self._n, self._codec
         if codec is None:
             self._comm.alltoall(x, rows := torch.empty_like(x))
@@ -513,7 +523,7 @@ class _Shards:
 
     @contextmanager
     def _agreed(self, x: Tensor) -> Iterator[None]:
-        """Run one reduction of ``x``, which all ranks are about to do."""
+        """Context of one reduction of ``x``, on which all ranks agree first."""
         rounds, meter = self._rounds, self._rounds.meter
         rounds.check_usable()
         meter.rounds = max(meter.rounds, self.reductions + 1)
@@ -553,7 +563,9 @@ class _Shards:
         return sum(p.padded_sharded_param_size.numel() for p in self._trained)
 
     def costs(self) -> tuple[float, float]:
-        """Return the bytes that this rank sends in a backward pass, and those of torch's own."""
+        """Return the bytes that this rank sends per backward pass, and those of torch's own
+        reduction.
+        """
         n, elements = self._n, self._elements
         chunk = -(-elements // n) if self._replicas else elements
         (dtype,) = self.dtypes or {torch.float32}
@@ -565,8 +577,8 @@ class _Shards:
         return messages * sent, messages * plain
 
     def _memory_for(self, numel: int | None = None) -> ErrorMemory | None:
-        """Return the error memory for ``numel`` elements, None if they are not known; a new one if
-        other parameters than before need gradients.
+        """Return the error memory for ``numel`` elements (None: not checked); it is reset when the
+        set of trained parameters changes.
         """
         if not self.is_local:
             return None
@@ -581,13 +593,13 @@ class _Shards:
         return self._memory
 
     def state(self) -> dict[str, Tensor]:
-        """Return the error memories, zeros before the first pass."""
+        """Return the error memories; they are zeros before the first pass."""
         memory = self._memory_for()
         return {} if memory is None else {"worker": memory.worker, "server": memory.server}
 
     def loading(self, state: Any, drop_local: bool) -> Callable[[], None]:
-        """Validate ``state``; return a callback that loads it. Raise ValueError for another
-        unit's.
+        """Validate ``state``; return a callback that restores it. Raise ValueError for another
+        unit's state.
         """
         memory, kept = self._memory_for(), None
         if not drop_local:
@@ -603,7 +615,7 @@ class _Shards:
 
 
 def _find_units(model: nn.Module) -> list[Any]:
-    """Return the units of a model, each once.
+    """Return the distinct units of a model.
 
     Raises:
         TypeError: there is none, or one of FSDP1.
@@ -645,7 +657,9 @@ def _find_units(model: nn.Module) -> list[Any]:
 def _compared(
     rounds: AgreedRounds, settings: Mapping[str, str], error: Exception | None
 ) -> Exception | None:
-    """Return ``error``, or one about a rank that has another or other ``settings``. Collective."""
+    """Return ``error``, or a message if ranks differ in their errors or ``settings``.
+    Collective.
+    """
     mine = {"error": "none" if error is None else f"{type(error).__name__}: {error}", **settings}
     comm, ranks = rounds.group.get_global_communicator(), rounds.group.ranks
     texts = {(f"{{has}} {key}: {{value}}", ""): text for key, text in mine.items()}

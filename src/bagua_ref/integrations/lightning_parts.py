@@ -1,5 +1,5 @@
-"""Parts of the strategies for Lightning and Fabric, which are the same for both packages that
-provide these.
+"""Parts shared by the strategies for Lightning and Fabric and for both packages that provide
+these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _KEY = "bagua"
 
 
 class CalledModule(torch.nn.Module):
-    """A wrapper that trainers call, as the user's module may be called several times in a step."""
+    """A wrapper for trainers to call: the user's module itself may be called several times in a
+    step.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -42,8 +44,8 @@ class CalledModule(torch.nn.Module):
 
 
 class _Part(Base):
-    """Arguments, wrapping and names of checkpoints; to be mixed into the DDPStrategy of either
-    package.
+    """Mixin for the DDPStrategy of either package: arguments, wrapping, and file names of
+    checkpoints.
     """
 
     model: Any
@@ -76,26 +78,26 @@ class _Part(Base):
         self._backward_sync_control = self  # Fabric asks it for `no_backward_sync`
 
     def setup_environment(self) -> None:
-        """Connect the processes, those of torch first."""
+        """Initialize the process groups, torch's first."""
         super().setup_environment()
         if not is_initialized():
             timeout = None if self._timeout is None else self._timeout.total_seconds()
             init_process_group(local_world_size=self.num_processes, timeout=timeout)
 
     def _own(self, path: Any) -> str:
-        """Return the name of this rank's file beside the checkpoint ``path``."""
+        """Return the path of this rank's own file beside the checkpoint ``path``."""
         return f"{os.path.realpath(path)}.rank{self.global_rank}"
 
     def _readable(self, path: Any) -> Any:
-        """Return the file to load the checkpoint ``path`` from: this rank's own, if there is
-        one.
+        """Return the file from which to load the checkpoint ``path``: this rank's own, if it
+        exists.
         """
         return self._own(path) if self.global_rank and os.path.exists(self._own(path)) else path
 
 
 @contextmanager
 def _suspended(contexts: Sequence[ModuleTraining]) -> Iterator[None]:
-    """Stop background communication, so that weights do not change; collective."""
+    """Suspend background communication, so that weights do not change meanwhile; collective."""
     resume = [context.bagua_algorithm.suspend() for context in contexts]
     try:
         yield
@@ -105,7 +107,7 @@ def _suspended(contexts: Sequence[ModuleTraining]) -> Iterator[None]:
 
 
 def _has_own_state(context: ModuleTraining) -> bool:
-    """Return whether weights or the algorithm's state belong to single ranks."""
+    """Return whether weights or the algorithm's state differ between ranks."""
     return not context.bagua_algorithm.traits.same_replicas or bool(
         context.bagua_algorithm.rank_state
     )
@@ -121,8 +123,8 @@ def _state_of(context: ModuleTraining) -> dict[str, Any]:
 
 
 def _restore(context: ModuleTraining, saved: Mapping[str, Any]) -> None:
-    """Continue from what `_state_of` returned, after the states of model and optimizers have been
-    loaded; collective.
+    """Restore the result of `_state_of`, after the states of model and optimizers have been loaded;
+    collective.
 
     Raises:
         ValueError: it is of another algorithm, or of another rank; raised on every rank.
@@ -159,10 +161,12 @@ class TrainerPart(_Part):
         return None if self.model is None else context_of(self.model)
 
     def configure_ddp(self) -> None:
-        """Do nothing: what is wrapped in `setup` needs the optimizers, which come later."""
+        """Do nothing: `setup` wraps the module, because wrapping needs the optimizers, which are
+        created later.
+        """
 
     def setup(self, trainer: Any) -> None:
-        """Wrap the module, after what Lightning does to it."""
+        """Wrap the module, after Lightning's own setup."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self.model = CalledModule(self.model)
@@ -175,18 +179,20 @@ class TrainerPart(_Part):
             yield
 
     def on_train_start(self) -> None:
-        """Begin asynchronous averaging, also after a checkpoint of its end."""
+        """Start asynchronous averaging, also when resuming from a checkpoint saved at the end of
+        training.
+        """
         super().on_train_start()
         call_if_there("resume", self.model)
 
     def on_train_end(self) -> None:
-        """End asynchronous averaging."""
+        """Stop asynchronous averaging."""
         call_if_there("abort", self.model)
         super().on_train_end()
 
     def teardown(self) -> None:
-        """Remove the hooks and close their connections; the processes stay connected, as with
-        DDPStrategy.
+        """Remove the hooks and close their connections; the process groups stay initialized, as
+        with DDPStrategy.
         """
         context = self._context
         if context is not None:
@@ -196,15 +202,15 @@ class TrainerPart(_Part):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: wrapping broadcasts the first rank's state, and each rank may have one of its own
-        to load.
+        """Return True: wrapping broadcasts the first rank's state, so each rank's own state must be
+        loaded later.
         """
         return True
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Save the algorithm's state, too, and each rank's own checkpoint where ranks differ."""
+        """Save also the algorithm's state, and a checkpoint per rank if ranks differ."""
         context = self._context if "optimizer_states" in checkpoint else None
         with _suspended([] if context is None else [context]):
             if context is not None:
@@ -216,20 +222,20 @@ class TrainerPart(_Part):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove the file of each rank."""
+        """Remove every rank's file of a checkpoint."""
         own = self._own(filepath)
         super().remove_checkpoint(filepath)
         if self.global_rank and os.path.exists(own):
             self.checkpoint_io.remove_checkpoint(own)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load this rank's own checkpoint to train on, and that of the first rank otherwise."""
+        """Load this rank's own checkpoint to continue training, otherwise the first rank's."""
         path = checkpoint_path if self._context is None else self._readable(checkpoint_path)
         return super().load_checkpoint(path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load also the algorithm's state, if a BaguaStrategy has saved one; else begin with the
-        weights that were loaded.
+        """Load also the algorithm's state, if a BaguaStrategy has saved one; otherwise start from
+        the loaded weights.
         """
         super().load_optimizer_state_dict(checkpoint)
         context = self._context
@@ -243,7 +249,9 @@ class MonitorPart(Base):
     """The methods of ``BaguaMonitor``."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Raise ValueError before a training whose communication nobody counts."""
+        """Raise ValueError if the Trainer does not use a BaguaStrategy, which counts
+        communication.
+        """
         if stage == "fit" and not isinstance(trainer.strategy, TrainerPart):
             raise ValueError(
                 "BaguaMonitor logs what a BaguaStrategy counts, but this Trainer's strategy is"
@@ -270,7 +278,7 @@ class FabricPart(_Part):
     """The methods of ``FabricBaguaStrategy`` that differ from those of Fabric's DDPStrategy."""
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return a module without parameters to train as it is.
+        """Return a module without trainable parameters unchanged.
 
         Raises:
             ValueError: there is something to train.
@@ -297,19 +305,19 @@ class FabricPart(_Part):
     def no_backward_sync(
         self, module: torch.nn.Module, enabled: bool
     ) -> AbstractContextManager[None]:
-        """Return a context in which gradients accumulate without communication."""
+        """Return a context in which gradients are accumulated without communication."""
         context = context_of(module)
         return context.no_sync() if enabled and context is not None else nullcontext()
 
     def abort(self) -> None:
-        """End asynchronous averaging, at the end of training; collective. Other algorithms need no
-        end.
+        """Stop asynchronous averaging, at the end of training; collective. Other algorithms do not
+        need this.
         """
         for module in self._wrapped:
             call_if_there("abort", module)
 
     def resume(self) -> None:
-        """Begin asynchronous averaging again after `abort`."""
+        """Restart asynchronous averaging after `abort`."""
         for module in self._wrapped:
             call_if_there("resume", module)
 
@@ -329,7 +337,7 @@ class FabricPart(_Part):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save the algorithms' states, too, and each rank's own checkpoint where ranks differ."""
+        """Save also the algorithms' states, and a checkpoint per rank if ranks differ."""
         contexts = _contexts(state)
         with _suspended(list(contexts.values())):
             state = {
@@ -374,7 +382,7 @@ class FabricPart(_Part):
 
 
 def _contexts(state: Mapping[str, Any]) -> dict[str, ModuleTraining]:
-    """Return the trainings of the modules in ``state``, by name."""
+    """Return the training contexts of the wrapped modules in ``state``, by name."""
     found = {
         name: context_of(entry)
         for name, entry in state.items()

@@ -1,4 +1,4 @@
-"""Logging of `bagua_metrics` to TensorBoard, Weights & Biases, MLflow, or any function that takes a
+"""Logging of `bagua_metrics` to TensorBoard, Weights & Biases, MLflow, or any function of a
 dictionary and a step.
 """
 
@@ -58,7 +58,7 @@ class MetricsLogger:
         self._last: dict[str, float | int] = {}
 
     def __call__(self, step: int | None = None) -> None:
-        """Count a step, and log if it is time.
+        """Count a step, and log the metrics every ``every`` steps.
 
         Args:
             step: its number, for the log; None: the number of calls.
@@ -82,5 +82,5 @@ class MetricsLogger:
 
 
 def prefixed(metrics: dict[str, float | int]) -> dict[str, float | int]:
-    """Return ``metrics`` under their names in logs, which begin with "bagua/"."""
+    """Return ``metrics`` with the prefix "bagua/" of logs."""
     return {f"bagua/{name}": value for name, value in metrics.items()}

@@ -27,8 +27,8 @@ def use_bagua(
     log_metrics: bool = False,
     **options: Any,
 ) -> BaguaCallback:
-    """Let ``trainer.train()`` train with an algorithm of bagua_ref; return the callback that this
-    adds to ``trainer``.
+    """Make ``trainer.train()`` use an algorithm of bagua_ref; return the callback that this adds to
+    ``trainer``.
 
     Call it on every rank, right after making the Trainer. The Trainer then leaves torch's
     DistributedDataParallel out, so that gradients or weights travel once;
@@ -113,8 +113,8 @@ class BaguaCallback(TrainerCallback):
             )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Choose the epoch of a sampler that knows its rank; the Trainer does so only in loaders
-        that accelerate has prepared.
+        """Set the epoch of samplers that shard by rank; the Trainer does so only in loaders
+        prepared by accelerate.
         """
         loader = kwargs["train_dataloader"]
         if not hasattr(loader, "set_epoch"):
@@ -133,7 +133,7 @@ class BaguaCallback(TrainerCallback):
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End asynchronous averaging."""
+        """Stop asynchronous averaging."""
         call_if_there("abort", kwargs["model"])
 
 
@@ -142,5 +142,5 @@ def _folder(args: Any, state: Any) -> Path:
 
 
 def _inside(optimizer: Any) -> Any:
-    """Return the optimizer inside that of accelerate."""
+    """Return the optimizer wrapped by accelerate's, if it is wrapped."""
     return getattr(optimizer, "optimizer", optimizer)

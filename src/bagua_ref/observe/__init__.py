@@ -1,1 +1,1 @@
-"""Measurements and records of a training."""
+"""Measurements and records of training."""

@@ -54,7 +54,7 @@ def record(error: BaseException | None = None) -> dict[str, Any]:
 
 
 def dump(folder: str | Path, error: BaseException | None = None) -> Path:
-    """Write `record` into a new file ``rank<r>.json`` in ``folder``, which is made if need be;
+    """Write `record` into a new file ``rank<r>.json`` in ``folder``, which is created if missing;
     return its path.
 
     A file that is there already stays: the next one is ``rank<r>-1.json``.
@@ -95,7 +95,7 @@ def explain(error: BaseException) -> None:
 
 
 def _lines(value: Any) -> str:
-    """Return ``value`` as JSON, with a line for each entry of a list."""
+    """Return ``value`` as JSON, with one line per list entry."""
     if not isinstance(value, list) or not value:
         return json.dumps(value)
     entries = ",\n".join(f"  {json.dumps(entry)}" for entry in value)

@@ -19,7 +19,7 @@ PER_STEP = ("bytes_sent", "exposed_wait_seconds", "codec_seconds", "seconds")
 
 
 class Operation:
-    """A context in which an operation of a rank runs that the flight recorder remembers.
+    """Context of an operation that the flight recorder records.
 
     Attributes:
         kind: its class; "agreement" where ranks start to exchange their plans for a round, "end of
@@ -69,8 +69,8 @@ class Operation:
 
 
 class Meter:
-    """Counters of one training on this rank; its threads find them by `use_meter`. Each number is
-    written by one thread.
+    """Communication counters of one training on this rank; threads find the current one by
+    `use_meter`. Each counter is written by one thread only.
 
     Args:
         world: its clock counts the seconds.
@@ -97,7 +97,7 @@ class Meter:
         self.world, self.module = world, module
 
     def count_step(self, counted: bool) -> None:
-        """Count a step that has ended, if it is one of those that count."""
+        """Count a finished step if ``counted``."""
         if counted:
             now = self.world.clock()
             self._first_step = self._first_step if self.steps else now
@@ -105,8 +105,8 @@ class Meter:
 
     @contextmanager
     def timing(self, total: str, label: str = "") -> Iterator[None]:
-        """Add the time inside to ``total``, "wait_seconds" or "codec_seconds"; a profile shows it
-        as ``label``, unless it is "".
+        """Add the duration of the context to ``total``, "wait_seconds" or "codec_seconds"; a
+        profile shows it as ``label``, unless empty.
         """
         begin = self.world.clock()
         try:
@@ -116,7 +116,7 @@ class Meter:
             setattr(self, total, getattr(self, total) + self.world.clock() - begin)
 
     def metrics(self, bytes_sent: float, alone: bool, on_cpu: bool) -> dict[str, float | int]:
-        """Return the counts that every algorithm has.
+        """Return the metrics common to all algorithms.
 
         Args:
             bytes_sent: bytes that the groups have sent by now, not rounded.
@@ -149,7 +149,7 @@ that nobody reads.
 
 @contextmanager
 def use_meter(meter: Meter) -> Iterator[None]:
-    """Make ``meter`` current inside, also for threads that are started there."""
+    """Make ``meter`` the current meter in this context, also for threads started in it."""
     token = _meter.set(meter)
     try:
         yield
@@ -158,9 +158,7 @@ def use_meter(meter: Meter) -> Iterator[None]:
 
 
 def profiled(label: str) -> AbstractContextManager[Any]:
-    """Return a context that a profile shows as ``label``, unless it is ""; without a profile,
-    entering it costs next to nothing.
-    """
+    """Return a profiler range named ``label``, or a null context without a label or profiler."""
     return (
         record_function(label)
         if label and torch.autograd.profiler._is_profiler_enabled
@@ -169,15 +167,17 @@ def profiled(label: str) -> AbstractContextManager[Any]:
 
 
 def codec_phase(name: str) -> AbstractContextManager[None]:
-    """Count the time inside as a codec's; a profile shows it as ``bagua_ref::`` and ``name``."""
+    """Count the duration of the context as codec time; a profile shows it as ``bagua_ref::`` and
+    ``name``.
+    """
     return _meter.get().timing("codec_seconds", f"bagua_ref::{name}")
 
 
 def steps_in(
     context: Callable[[], AbstractContextManager[object]], steps: Iterator[int]
 ) -> Iterator[int]:
-    """Yield the values of ``steps``, each computed in a ``context()`` of its own: what runs between
-    them is outside.
+    """Yield the values of ``steps``; each is computed in a new ``context()``, and the consumer runs
+    outside of it.
     """
     while True:
         with context():

@@ -39,7 +39,7 @@ _SAME = 0.02
 
 @dataclass
 class Candidate:
-    """An algorithm of a comparison.
+    """A planned training in a comparison: an algorithm with its times.
 
     Attributes:
         name: with its options, as the user gave it.
@@ -64,9 +64,7 @@ class Candidate:
 
     @property
     def sent(self) -> tuple[float, float]:
-        """Bytes and messages of the busiest rank per step; of rounds that go on beside the steps,
-        at their rate.
-        """
+        """Bytes and messages of the busiest rank per step; for background rounds, at their rate."""
         interval, rounds = self.plan.interval, 1.0
         if interval:
             rounds = self.seconds / (interval + self.prediction.communication)
@@ -78,7 +76,7 @@ class Candidate:
 
     @property
     def steps(self) -> float | None:
-        """Steps to the same loss, divided by those of gradient_allreduce; None: not measured."""
+        """Steps to the same loss relative to gradient_allreduce; None: not measured."""
         if type(self.plan.algorithm).__name__ == "GradientAllReduceAlgorithm":
             return 1.0
         counts = re.search(_STEPS, " ".join(learnt(self.plan.algorithm)))
@@ -107,7 +105,8 @@ def _percent(part: float) -> str:
 
 
 def error_of(machine: Machine, part: float | None) -> tuple[float, float]:
-    """Return the smallest and largest time of a step, divided by its prediction.
+    """Return the ratios of the shortest and the longest possible time of a step to the predicted
+    time.
 
     Args:
         machine: with the link whose speed the largest measured errors depend on.
@@ -121,7 +120,7 @@ def error_of(machine: Machine, part: float | None) -> tuple[float, float]:
 def compare(
     plans: Mapping[str, StepPlan], machine: Machine, error: tuple[float, float]
 ) -> list[Candidate]:
-    """Return the plans, by name, as candidates, the fastest first.
+    """Return the plans as candidates, fastest first.
 
     Args:
         plans: the first one is what the others' bytes are compared with.
@@ -165,7 +164,7 @@ def _reason(candidate: Candidate, first: Candidate, machine: Machine) -> str:
 
 
 class Verdict(NamedTuple):
-    """The advice.
+    """The advice on which algorithm to use.
 
     Attributes:
         winner: the name of the candidate to use; None: intervals overlap.
@@ -181,8 +180,8 @@ class Verdict(NamedTuple):
 
 
 def verdict_of(ranked: Sequence[Candidate], first: Candidate) -> Verdict:
-    """Return the advice: use a candidate whose interval ends before that of the first one begins,
-    the soonest at the same loss if that is known; else keep the first one.
+    """Return the advice: the candidate with the soonest time to the same loss, if known, whose
+    interval ends before the first one's begins; else the first one.
 
     Args:
         ranked: the candidates, the fastest first.
@@ -219,7 +218,7 @@ def verdict_of(ranked: Sequence[Candidate], first: Candidate) -> Verdict:
 
 
 def parse_algorithm(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options of an algorithm, given as for ``bagua-ref advise``.
+    """Parse an algorithm of ``bagua-ref advise``; return its name and options.
 
     Raises:
         ValueError: the text has another form.
@@ -246,7 +245,7 @@ def parse_algorithm(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _line(text: str) -> str:
-    """Return the line that trains with an algorithm, given as for ``bagua-ref advise``."""
+    """Return the line of code that selects an algorithm of ``bagua-ref advise``."""
     name, options = parse_algorithm(text)
     more = "".join(f", {option}={value!r}" for option, value in options.items())
     if name == "qadam":
@@ -256,8 +255,8 @@ def _line(text: str) -> str:
 
 
 def learnt(algorithm: Any) -> list[str]:
-    """Return sentences on learning with these options in this project's benchmarks, with their
-    source.
+    """Return this project's benchmark findings on learning with these options, in sentences with
+    their source.
 
     They hold for those tasks; nothing is concluded from them for another one.
     """
@@ -272,7 +271,7 @@ def learnt(algorithm: Any) -> list[str]:
 
 
 def warnings_of(candidates: Sequence[Candidate]) -> list[str]:
-    """Return warnings about the candidates: ranks that differ, memory, warm-ups."""
+    """Return warnings about the candidates: differing ranks, memory, warm-ups."""
     memory = {c.name: sum(c.plan.memory) / c.plan.nbytes for c in candidates}
     named = {
         "these let weights differ between ranks; check the loss on your task": [

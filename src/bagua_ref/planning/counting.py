@@ -1,5 +1,5 @@
-"""Counting of a training's communication: one rank of any number runs the real algorithm, and its
-communicators record what they would send (S14.1).
+"""Communication counting: one rank out of any number runs the real algorithm, and its communicators
+record calls instead of sending (S14.1).
 
 No other rank exists; each is taken to do what this one does. Nothing runs concurrently: a worker
 runs its jobs where they are submitted, and a thread that waits for time to pass ends there. Nothing
@@ -46,11 +46,11 @@ _SMALL = 1024
 
 
 class _Parked(BaseException):
-    """Raised in a thread that would wait now, to end its turn."""
+    """Raised in place of a blocking wait, to end a thread's run."""
 
 
 class _World(World):
-    """The world of the only rank, and its connections to ranks that do not exist.
+    """World of a single rank, whose connections to the other ranks are simulated.
 
     Attributes:
         phase: the part of the step that is under way; "" while wrapping, when nothing is recorded.
@@ -73,7 +73,7 @@ class _World(World):
     # The connections.
 
     def connect(self, name: str, ranks: Sequence[int], timeout: float) -> Communicator:
-        """Return a communicator that records."""
+        """Return a communicator that records its calls."""
         kind = name.rpartition("/")[2].rstrip("0123456789")
         return _Communicator(self, kind, ranks.index(self.identity.rank), len(ranks))
 
@@ -84,11 +84,11 @@ class _World(World):
 
     @property
     def op(self) -> Any:
-        """The operation on a bucket that is running, if any."""
+        """The running operation on a bucket, if any."""
         return getattr(getattr(self.job, "bucket", None), "running", None)
 
     def current(self) -> Exchange:
-        """Return the record of the operation under way; while wrapping, one that is thrown away."""
+        """Return the record of the running operation, or a discarded one while wrapping."""
         key = None if self.job is None else (id(self.job), id(self.op))
         bucket, began = getattr(self.job, "bucket", None), (self.step, self.phase)
         if self.recorded and (self.recorded[-1].key, self.recorded[-1].began) == (key, began):
@@ -106,7 +106,7 @@ class _World(World):
     def waiting_for_own_thread(
         self, interrupt: Callable[[str], None], timeout: float = 0.0
     ) -> AbstractContextManager[None]:
-        """Note that training waits for everything that its worker has begun."""
+        """Mark everything that the worker has begun as awaited by the training."""
         for known in self.recorded:
             if known.waited is None and not known.in_background:
                 known.waited = (self.step, self.phase)
@@ -115,12 +115,12 @@ class _World(World):
     # The threads.
 
     def spawn(self, function: Callable[[], None], name: str) -> Any:
-        """Run ``function()`` until it waits."""
+        """Run ``function()`` until it would wait."""
         self.run(function)
         return SimpleNamespace(join=lambda timeout: None)
 
     def run(self, function: Callable[[], None]) -> None:
-        """Run a thread's function until it waits."""
+        """Run a thread's function until it would wait."""
         outer, self.running = self.running, function
         try:
             function()
@@ -130,11 +130,11 @@ class _World(World):
             self.running, self.job = outer, None
 
     def event(self) -> Any:
-        """Return an event that no other thread sets."""
+        """Return an event; no other thread sets it."""
         return _Event(self)
 
     def lock(self) -> Any:
-        """Return a lock, which there is no other thread to hold."""
+        """Return a lock; no other thread contends for it."""
         return threading.RLock()
 
     def queue(self) -> Any:
@@ -143,15 +143,15 @@ class _World(World):
 
 
 class _Event(threading.Event):
-    """An event that no other thread will set: a thread that waits for it has done its round."""
+    """An event that no other thread will set: a thread that waits for it has finished its round."""
 
     def __init__(self, world: _World) -> None:
         super().__init__()
         self._world = world
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Return whether it is set; if not, end the thread, which would wait ``timeout`` seconds
-        for its next round.
+        """Return True if the event is set; else stop the thread, whose next round would be
+        ``timeout`` seconds later.
         """
         if not self.is_set() and self._world.running is not None:
             self._world.interval = timeout
@@ -170,13 +170,13 @@ class _Queue(deque[Any]):
         self._reader: Callable[[], None] | None = None
 
     def put(self, item: Any, block: bool = True) -> None:
-        """Append ``item``, and let the reader run."""
+        """Append ``item``, and run the reader."""
         self.append(item)
         if self._reader is not None and self._world.running is not self._reader:
             self._world.run(self._reader)
 
     def get(self, *, timeout: float | None = None) -> Any:
-        """Return the first item; if there is none, the reader waits for the next `put`."""
+        """Return the first item; on an empty queue, suspend the reader until the next `put`."""
         if not self:
             self._reader = self._world.running
             raise _Parked
@@ -192,7 +192,9 @@ class _Communicator(Communicator):
         self._world = world
 
     def rank(self) -> int:
-        """Return the rank; among all ranks 0 while wrapping, when the first one's state counts."""
+        """Return the rank; while wrapping, 0 among all ranks, so that this rank acts as the source
+        of the broadcast.
+        """
         return self._rank if self._world.phase or self.name != "global" else 0
 
     def abort(self, reason: str = "") -> None:
@@ -283,7 +285,9 @@ def _key(value: Any) -> Any:
 
 
 def _result_of(func: Any, args: Any, kwargs: dict[str, Any], makes: bool) -> Any:
-    """Return the entry of `_results` for ``func``, which makes a tensor of no others or of one."""
+    """Return the result of ``func`` on meta tensors, or None if it must run; `_results` caches
+    these.
+    """
     on_meta, options = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
     if makes or options.get("device") is not None:
         options["device"] = "meta"
@@ -296,9 +300,9 @@ def _result_of(func: Any, args: Any, kwargs: dict[str, Any], makes: bool) -> Any
 
 
 class _Lazy(TorchDispatchMode):
-    """A mode in which large floats are zeros without memory: operations that read or write only them
-    are skipped, and their results are zeros. Those on integers run, as sizes of messages may depend
-    on indices.
+    """Dispatch mode in which large float tensors are zeros without memory: operations that read or
+    write only them are skipped, and return zeros. Integer operations run, as message sizes may
+    depend on indices.
 
     Attributes:
         live: bytes of large tensors.
@@ -310,7 +314,7 @@ class _Lazy(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, or return what it would write or make."""
+        """Run ``func``, or return results without computing them."""
         kwargs, schema = kwargs or {}, func._schema
         tensors = list(_tensors_in((*args, *kwargs.values())))
         makes = not tensors or schema.name.startswith(("aten::new_", "aten::empty"))
@@ -352,7 +356,9 @@ class _Lazy(TorchDispatchMode):
 
 
 class _Pass(torch.autograd.Function):
-    """A forward and backward pass in which every parameter gets a gradient, all the same ones."""
+    """A forward and backward pass that sets every parameter's gradient, always to the same
+    tensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -365,7 +371,7 @@ class _Pass(torch.autograd.Function):
 
 
 def _backend(world: _World) -> ReferenceBackend:
-    """Return a backend whose codecs count elements; its kernels do nothing."""
+    """Return a backend whose codecs count elements and whose kernels do nothing."""
 
     def counting(kind: type[Codec]) -> type[Codec]:
         class Counting(kind):  # type: ignore[valid-type, misc]
@@ -397,8 +403,8 @@ def _backend(world: _World) -> ReferenceBackend:
 
 
 def _shortened(algorithm: Any, parameters: Sequence[Tensor]) -> tuple[Any, list[Any]]:
-    """Return a copy of ``algorithm`` whose warm-up, if it has one, takes one step, and optimizers
-    of these parameters for it.
+    """Return a copy of ``algorithm`` with any warm-up shortened to one step, and optimizers of
+    these parameters for it.
     """
     found, optimizers = copy.copy(algorithm), list[Any]()
     for name, value in vars(algorithm).items():
@@ -422,8 +428,8 @@ def count(
     cycle: int,
     rank: int,
 ) -> tuple[list[list[Exchange]], float | None, tuple[int, int]]:
-    """Count the communication of one rank in the first steps of a training, after one warm-up step if
-    there is any.
+    """Count one rank's communication in the first steps of a training, after one warm-up step if
+    there is a warm-up.
 
     Args:
         algorithm: with its options.

@@ -1,5 +1,5 @@
-"""Operations on buckets: the calls of a rank, and from them the messages of all ranks (S3,
-S14.1).
+"""Operations on buckets: the calls of one rank, and the messages of all ranks derived from them
+(S3, S14.1).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Cluster:
 
     @classmethod
     def even(cls, ranks: int, nodes: int) -> Cluster:
-        """Return ``ranks`` on ``nodes`` nodes; if they cannot be equal, the first ones have one
+        """Return ``ranks`` distributed over ``nodes`` nodes; if uneven, the first nodes have one
         more.
 
         >>> Cluster.even(5, 2)
@@ -58,7 +58,7 @@ class Cluster:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The number of all ranks, of leaders, and of the ranks of the largest node."""
+        """The numbers of all ranks, of leaders, and of ranks on the largest node."""
         return {"global": self.n, "inter": len(self.nodes), "intra": max(self.nodes)}
 
     @cached_property
@@ -75,7 +75,7 @@ class Cluster:
         return [node for node, ranks in enumerate(self.ranks) for _ in ranks]
 
     def operation(self, among: str, make: Callable[[int], Operation]) -> Operation:
-        """Return an operation in the numbers of all ranks; inside nodes, it runs on all at once.
+        """Return an operation in global ranks; within nodes, it runs on all nodes at once.
 
         Args:
             among: as of a `Call`.
@@ -113,7 +113,7 @@ class Call(NamedTuple):
 
 
 def _messages(call: Call, cluster: Cluster) -> Operation:
-    """Return a call's messages of all ranks (S14.1)."""
+    """Return the messages of all ranks in a call (S14.1)."""
 
     def of(n: int) -> Operation:
         total, chunks = call.numel * call.itemsize, chunk_bytes(call.numel, call.itemsize, n)
@@ -134,7 +134,7 @@ def _messages(call: Call, cluster: Cluster) -> Operation:
 
 
 class _Pattern(NamedTuple):
-    """Summary of a call's messages.
+    """Summary of the messages in a call.
 
     Attributes:
         rounds: the bytes on a round's heaviest link inside nodes and between them, None where there
@@ -148,7 +148,7 @@ class _Pattern(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _pattern(call: Call, cluster: Cluster) -> _Pattern:
-    """Return the pattern of a call."""
+    """Return the summary of a call's messages."""
     node_of = cluster.node_of
     pattern = _Pattern(Counter(), {kind: [[0, 0] for _ in node_of] for kind in KINDS})
     for messages, alike in groupby(_messages(call, cluster)):
@@ -166,8 +166,8 @@ def _pattern(call: Call, cluster: Cluster) -> _Pattern:
 
 
 def scaled(call: Call, cluster: Cluster) -> tuple[_Pattern, float]:
-    """Return the pattern that a call shares with those of other sizes, whose chunks are equal, and
-    the factor by which its bytes are larger.
+    """Return a pattern shared with calls of other sizes, if chunks are equal, and the factor of its
+    bytes.
     """
     if call.pairs:
         return _pattern(call, cluster), 1.0
@@ -203,15 +203,15 @@ class Exchange:
 
     @property
     def delay(self) -> int:
-        """Steps that may pass until training waits for it."""
+        """Number of steps until training waits for the result."""
         return 0 if self.waited is None else self.waited[0] - self.began[0]
 
     @property
     def when(self) -> str:
-        """When it runs. "backward": it begins when the bucket's gradients are ready; "pass": at the
-        start of the forward pass; training waits for both at the end of the backward pass. "step":
-        it follows the optimizer step, or training waits for it at once. "background": nothing waits
-        for it.
+        """Time at which the operation runs. "backward": from the readiness of the bucket's
+        gradients; "pass": from the start of the forward pass; training waits for both at the end of
+        the backward pass. "step": after the optimizer step, or synchronously. "background": nothing
+        waits for it.
         """
         part = self.began[1]
         if self.waited is None:
@@ -227,8 +227,8 @@ class Exchange:
 
     @property
     def turns(self) -> int:
-        """Rounds of all-to-alls and all-gathers but for the first of each, which could begin with
-        it.
+        """Number of rounds after the first in all-to-alls and all-gathers; all of them could start
+        together with the first.
         """
         return sum(
             max(0, self.cluster.sizes[call.among] - 2)

@@ -1,5 +1,5 @@
-"""Plans of trainings: the operations of each step, as one rank's training was counted, and their
-messages (S3, S5, S14.1).
+"""Plans of trainings: the operations of each step, counted from one rank's run, and their messages
+(S3, S5, S14.1).
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class StepPlan:
     memory: tuple[int, int]
 
     def exchanges(self, step: int) -> list[Exchange]:
-        """Return the operations of a step, counted from 1, in the order in which they run; with an
-        `interval`, those of a round.
+        """Return the operations of a step, counted from 1, in execution order; with an `interval`,
+        those of a round.
         """
         if step <= self.warmup:
             return self.first
         return self.cycle[(step - self.warmup - 1) % len(self.cycle)]
 
     def traffic(self, step: int) -> list[dict[str, Traffic]]:
-        """Return the traffic of each rank in a step by kind of link, as communicators count it
+        """Return each rank's traffic in a step by kind of link, counted as by communicators
         (S14.1).
 
         Agreements on a round, which communicators do not count either, are left out.
@@ -77,8 +77,8 @@ class StepPlan:
 
     @cached_property
     def sent(self) -> tuple[float, float]:
-        """Bytes and messages that the busiest rank sends in a step after the warm-up, on average;
-        between nodes if there are several.
+        """Average bytes and messages per step of the busiest rank after the warm-up; between nodes
+        if there are several.
         """
         kind = KINDS[len(self.cluster.nodes) > 1]
         totals = [[0.0, 0.0] for _ in self.cluster.node_of]
@@ -100,8 +100,8 @@ def plan_of(
     nodes: Cluster | tuple[int, ...],
     bucket_bytes: int | None = None,
 ) -> StepPlan:
-    """Return the plan of training ``module`` by ``algorithm``; nothing is sent, and no large tensor
-    has memory (S14.1).
+    """Return the plan of training ``module`` by ``algorithm``; nothing is sent, and large tensors
+    are not allocated (S14.1).
 
     The real algorithm runs its first step, if it has a warm-up, and its steps until operations
     repeat: ``algorithm.period`` or ``communication_interval``, if there are such options, times the
@@ -143,7 +143,7 @@ def plan_of(
 
 
 def _cycle_of(algorithm: Any, cluster: Cluster) -> int:
-    """Return the number of steps after which the operations of an algorithm repeat."""
+    """Return the period, in steps, of an algorithm's operations."""
     peers = len(cluster.nodes) if getattr(algorithm, "hierarchical", False) else cluster.n
     mode = getattr(algorithm, "peer_selection_mode", None)
     cycle: int = getattr(algorithm, "communication_interval", getattr(algorithm, "period", 1))
@@ -164,7 +164,9 @@ def _cycle_of(algorithm: Any, cluster: Cluster) -> int:
 def _check_alike(
     name: str, leader: list[list[Exchange]], last: list[list[Exchange]], cluster: Cluster
 ) -> None:
-    """Raise ValueError unless the last rank calls what the leader does, where both take part."""
+    """Raise ValueError unless the last rank and the leader make the same calls in the groups that
+    both belong to.
+    """
     both = {"global", "inter" if cluster.nodes[-1] == 1 else "intra"}
 
     def calls(steps: list[list[Exchange]]) -> list[list[Call]]:
@@ -181,7 +183,7 @@ def _check_alike(
 
 
 def check_trainable(module: torch.nn.Module) -> int:
-    """Return the bytes of the parameters that are trained; they may be on the device "meta".
+    """Return the size of the trainable parameters in bytes; they may be on the device "meta".
 
     Raises:
         ValueError: none of its parameters has an element that needs a gradient, or one is lazy.

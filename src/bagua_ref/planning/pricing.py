@@ -24,7 +24,7 @@ __all__ = [
 
 
 class Machine(NamedTuple):
-    """Costs of a cluster and a model.
+    """Costs of a cluster and of a model's computation.
 
     Attributes:
         links: their alpha and beta (S14.2).
@@ -51,7 +51,7 @@ class Machine(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Times of a step.
+    """Predicted times of a step.
 
     Attributes:
         seconds: of the whole step.
@@ -65,9 +65,7 @@ class Prediction(NamedTuple):
 
 
 def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
-    """Return the time of an operation: its rounds (S14.2), then this rank's own work for it
-    (S14.3).
-    """
+    """Return the time of an operation: its rounds (S14.2) plus this rank's local work (S14.3)."""
     inside, between = machine.links.inside, machine.links.between
     seconds = 0.0
     for call in exchange.calls:
@@ -87,8 +85,8 @@ def exchange_seconds(exchange: Exchange, machine: Machine) -> float:
 
 
 def own_seconds(exchange: Exchange, machine: Machine) -> float:
-    """Return a rank's own time for an operation: a fixed cost, and the codec's time for its
-    elements (S14.3).
+    """Return the time of a rank's local work in an operation: a fixed cost, and the codec's time
+    for its elements (S14.3).
     """
     operation, codec = machine.operation, machine.codec
     kind = next((name for name, elements in exchange.work.items() if elements), "")
@@ -148,7 +146,9 @@ def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> Prediction:
 
 
 def predict(plan: StepPlan, machine: Machine) -> Prediction:
-    """Return the prediction of a step after the warm-up, a mean over the plan's cycle (S14)."""
+    """Return the predicted time of a step after the warm-up, averaged over the plan's cycle
+    (S14).
+    """
     steps = [step_seconds(exchanges, machine) for exchanges in plan.cycle]
     return Prediction(*(sum(times) / len(steps) for times in zip(*steps, strict=True)))
 
@@ -156,8 +156,8 @@ def predict(plan: StepPlan, machine: Machine) -> Prediction:
 def fit_link(
     rounds: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float]
 ) -> tuple[LinkCost, list[float]]:
-    """Return the alpha and beta with which ``rounds * alpha + nbytes * beta`` is nearest to
-    ``seconds``, and for each time the part by which the fitted one differs from it (S14.2).
+    """Fit alpha and beta of ``rounds * alpha + nbytes * beta`` to ``seconds``; return them and the
+    relative error of each fitted time (S14.2).
 
     The sum of the relative errors is minimal, so that short times count as much as long ones, and
     one size that a network treats otherwise, such as what it sends at once after a pause, does not

@@ -1,4 +1,5 @@
-"""Recordings of runs: digests of all that each step computes, and where two of them diverge.
+"""Recordings of runs: digests of everything that each step computes, and the first divergence of
+two recordings.
 
 ``with bagua_ref.record(model, optimizer, folder):`` records a run; ``bagua-ref trace diff A B``, or
 `diff_records`, compares two.
@@ -36,7 +37,7 @@ __all__ = [
 
 
 class _CallableModule(_ModuleType):
-    """This package, which can be called like `Recording`: an import of it, or of a part, makes it
+    """Module type that makes this package callable like `Recording`, because importing it rebinds
     the attribute ``bagua_ref.record``.
     """
 

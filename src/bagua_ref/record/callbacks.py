@@ -1,5 +1,5 @@
-"""Callbacks that record the runs of Lightning's and Hugging Face's Trainer; both libraries are
-imported when asked for.
+"""Callbacks that record runs of Lightning's and Hugging Face's Trainer; both libraries are imported
+lazily.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bagua_ref.record.recording import Recording
 
 def lightning_callback(folder: str | Path, **options: Any) -> Any:
     """Return a callback for ``Trainer(callbacks=[...])`` of Lightning 2 that records batches,
-    losses and all that `record` does.
+    losses and everything that `record` does.
 
     Args:
         folder: as for `record`; a run that goes on from a checkpoint adds to it.
@@ -48,7 +48,7 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
 
 def transformers_callback(folder: str | Path, **options: Any) -> Any:
     """Return a callback for ``Trainer(callbacks=[...])`` of transformers that records inputs,
-    losses and all that `record` does.
+    losses and everything that `record` does.
 
     Args:
         folder: as for `lightning_callback`.
@@ -73,7 +73,7 @@ def transformers_callback(folder: str | Path, **options: Any) -> Any:
 
 
 def trainer_class(name: str, *packages: str) -> Any:
-    """Return a class of the first of these packages that is installed."""
+    """Return the trainer class of the first of these packages that is installed."""
     for package in packages:
         try:
             return getattr(import_module(package), name)
@@ -85,21 +85,23 @@ def trainer_class(name: str, *packages: str) -> Any:
 
 
 class _Session:
-    """A recording that begins and ends with a trainer's loop."""
+    """A recording that starts and stops with a trainer's loop."""
 
     def __init__(self, folder: str | Path, options: dict[str, Any]) -> None:
         self._folder, self._options = folder, options
         self.recording: Recording | None = None
 
     def enter(self, model: Any, optimizers: list[Any], step: int) -> None:
-        """Begin to record at a step; of optimizers of accelerate and Lightning, those inside."""
+        """Start recording at a step; optimizers wrapped by accelerate or Lightning are
+        unwrapped.
+        """
         inside = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
         self.recording = Recording(
             model, inside, self._folder, first_step=step or None, **self._options
         ).__enter__()
 
     def exit(self, error: BaseException | None = None) -> None:
-        """End, after an error with the step that failed."""
+        """Stop recording; after an error, the failed step is included."""
         if self.recording is not None:
             self.recording.__exit__(None if error is None else type(error), error, None)
             self.recording = None

@@ -77,8 +77,8 @@ _ORDER = 64
 
 
 def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tuple[str, str]:
-    """Return the name of the likely cause of a step's first differing values, all of one kind, and
-    details; without any, the meaning of the cause says enough.
+    """Return the likely cause of a step's first differing values, all of one kind, and details;
+    empty details if the cause explains itself.
     """
     first = found[0]
     if first.a is None or first.b is None:
@@ -133,7 +133,7 @@ def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tupl
 
 
 def other_states(pair: Pair, step: int, rank: int) -> list[str]:
-    """Return the names of the generators whose states differ before a step."""
+    """Return the names of the generators whose states differ at the start of a step."""
     a, b = (pair.at(run, rank, step) for run in range(2))
     return [
         name.partition(":")[2]
@@ -143,7 +143,9 @@ def other_states(pair: Pair, step: int, rank: int) -> list[str]:
 
 
 def _drawn(pair: Pair, step: int, rank: int) -> str:
-    """Return the generators in other states from which the forward passes of both runs draw."""
+    """Return the generators that differ in state and from which both runs draw in their forward
+    passes.
+    """
     return ", ".join(
         name
         for name in other_states(pair, step, rank)
@@ -152,12 +154,12 @@ def _drawn(pair: Pair, step: int, rank: int) -> str:
 
 
 def _parse(entry: Entry | None) -> dict[str, Any]:
-    """Return options or settings, which are recorded as JSON."""
+    """Parse options or settings, which are recorded as JSON."""
     return json.loads(entry.metadata) if entry else {}
 
 
 def _settings(pair: Pair, step: int, first: Mismatch) -> tuple[str, str] | None:
-    """Explain outputs by the settings of a module that differ."""
+    """Explain differing outputs by a difference in a module's settings."""
     a, b = (_parse(pair.at(run, first.rank, step).get("settings:")) for run in range(2))
     for name in [name for name in a if name in b]:
         for key in {**a[name], **b[name]}:
@@ -170,7 +172,7 @@ def _settings(pair: Pair, step: int, first: Mismatch) -> tuple[str, str] | None:
 
 
 def _missing(pair: Pair, step: int, kind: str, first: Mismatch) -> tuple[str, str]:
-    """Explain an entry that one run lacks."""
+    """Explain an entry that is missing in one run."""
     more, fewer = ("A", "B") if first.b is None else ("B", "A")
     only = f"only {more} has {first.name}"
     if "#" in first.name:
@@ -218,7 +220,9 @@ def _data(pair: Pair, run: int, rank: int, step: int) -> tuple[int, ...]:
 
 
 def _order_of_data(pair: Pair, step: int, rank: int) -> tuple[str, str] | None:
-    """Explain a batch that the other recording has elsewhere."""
+    """Explain a differing batch by its position: the other recording has it at another step or
+    rank.
+    """
     a, b = (
         {(s, r): _data(pair, run, r, s) for s in pair.steps for r in pair.ranks} for run in range(2)
     )
@@ -236,8 +240,8 @@ def _order_of_data(pair: Pair, step: int, rank: int) -> tuple[str, str] | None:
 
 
 def _small(found: Sequence[Mismatch]) -> str | None:
-    """Return how small all differences are, or None if they are larger than an order of adding can
-    make them; or if no norm differs at all, as of flipped signs.
+    """Return a text if all differences are small enough for a different order of summation; else
+    None, also if no norm differs, as with flipped signs.
     """
     largest = 0.0
     for m in found:
@@ -251,7 +255,9 @@ def _small(found: Sequence[Mismatch]) -> str | None:
 
 
 def _factor(both: Sequence[tuple[Entry, Entry]]) -> float | None:
-    """Return the factor by which all norms differ, if it is one."""
+    """Return the factor between the norms of both runs if it is the same for all values, else
+    None.
+    """
     factors = [b.norm / a.norm for a, b in both if a.norm and b.norm is not None]
     if not factors or max(factors) - min(factors) > 1e-4 * max(factors):
         return None
@@ -261,7 +267,7 @@ def _factor(both: Sequence[tuple[Entry, Entry]]) -> float | None:
 def _scaled(
     pair: Pair, step: int, kind: str, both: Sequence[tuple[Entry, Entry]], factor: float
 ) -> tuple[str, str]:
-    """Explain values that differ by one factor."""
+    """Explain values that differ by a common factor."""
     text = f"B has {factor:.6g} times what A has"
     times = max(factor, 1 / factor)
     counts = [len(pair.runs[0])]

@@ -1,5 +1,5 @@
-"""Comparison of two recordings: the first value that differs although all that it depends on is
-equal; and its report.
+"""Comparison of two recordings: the first value that differs although its dependencies are equal;
+and a report.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DRAWN = ("loss", "grad", "weight")  # kinds whose norms tell how far runs are a
 
 @dataclass
 class Difference:
-    """The first value that differs though all that it depends on is equal.
+    """The first value that differs although all of its dependencies are equal.
 
     Attributes:
         step: the training step.
@@ -78,7 +78,7 @@ class DifferenceReport:
     first: Difference | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON values, with infinities and NaN as text."""
+        """Return the report as JSON values, with infinities and NaN as text."""
         values = json.loads(json.dumps(asdict(self)), parse_constant=str)
         return {"equal": self.first is None, **values}
 
@@ -106,7 +106,7 @@ class DifferenceReport:
         return "\n".join([*map(one_line, lines), "DIFFERENT"])
 
     def _timeline(self) -> list[str]:
-        """Return a line for each group of consecutive steps in which the same kinds differ."""
+        """Return one line per group of consecutive steps with the same differing kinds."""
         groups = [[*group] for _, group in groupby(self.steps, key=self.differing.__getitem__)]
         lines = []
         for group in groups[:_MAX_ROWS]:
@@ -169,7 +169,7 @@ def diff_records(a: str | Path, b: str | Path) -> DifferenceReport:
 
 def draw_distances(report: DifferenceReport) -> Any:
     """Return a matplotlib Figure of the relative differences of norms of loss, gradients and
-    weights, by step: of those kinds and steps that both runs have recorded.
+    weights by step, for kinds and steps that both runs have recorded.
     """
     from matplotlib.figure import Figure
 
@@ -193,7 +193,9 @@ def draw_distances(report: DifferenceReport) -> Any:
 
 
 def _notes(pair: Pair) -> list[str]:
-    """Return notes on the extent of the comparison and on differences between the processes."""
+    """Return notes on the extent of the comparison and on differences between the runs'
+    environments.
+    """
     notes = []
     for name, run in zip("AB", pair.runs, strict=True):
         if more := sorted(

@@ -1,4 +1,4 @@
-"""Files of a recording: per rank a folder with a manifest and an index of steps."""
+"""Files of a recording: one folder per rank, with a manifest and an index of steps."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ _STEP_FORM = {
 
 
 class RecordingError(Exception):
-    """A recording cannot be read: a rank's files are missing or damaged, or are of another run."""
+    """A recording cannot be read: files of a rank are missing or damaged, or belong to another
+    run.
+    """
 
 
 class Entry(NamedTuple):
-    """What is recorded of one value: digest, norm (None: not recorded), and metadata: a tensor's
-    dtype, shape and device, or the text.
+    """The record of one value: digest, norm (None: not recorded), and metadata: a tensor's dtype,
+    shape and device, or the text.
     """
 
     digest: int

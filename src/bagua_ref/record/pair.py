@@ -1,4 +1,4 @@
-"""Two recordings, aligned by step."""
+"""A pair of recordings, aligned by step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ difference by itself, but may be the cause of one.
 
 
 class Mismatch(NamedTuple):
-    """A value that differs between runs; None: a run lacks it."""
+    """A value that differs between runs; None: missing in a run."""
 
     rank: int
     name: str
@@ -84,7 +84,7 @@ class Pair:
             )
 
     def at(self, run: int, rank: int, step: int) -> dict[str, Entry]:
-        """Return a run's entries of a step; empty if it has none."""
+        """Return a run's entries of a step, empty if not recorded."""
         found = self.runs[run][rank].steps.get(step)
         return {} if found is None else found.entries
 
@@ -94,7 +94,7 @@ class Pair:
         return None if entry is None else entry.digest
 
     def mismatches(self, step: int) -> dict[str, list[Mismatch]]:
-        """Return the values that differ in a step by kind, in the order of their dependence."""
+        """Return the values that differ in a step, grouped by kind in order of dependence."""
         found: dict[str, list[Mismatch]] = {kind: [] for kind in KINDS}
         for rank in self.ranks:
             a, b = (run[rank].steps[step] for run in self.runs)
@@ -108,8 +108,8 @@ class Pair:
         return {kind: listed for kind, listed in found.items() if listed}
 
     def _start(self, run: int, rank: int, step: int) -> dict[str, Entry]:
-        """Return weights and state as the step began: recorded then, or at the end of the step
-        before.
+        """Return weights and state at the start of the step: recorded then, or at the end of the
+        previous step.
         """
         return self.runs[run][rank].steps[step].start or {
             name: entry

@@ -1,4 +1,4 @@
-"""`Recording`: digests of what each step of a run takes in, computes and changes."""
+"""`Recording`: digests of the inputs, computations and changes of each step of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ROUNDED = ("input", "output", "local", "grad")
 
 
 class Recording:
-    """A context in which a run is recorded, for ``bagua-ref trace diff`` to compare it with another.
+    """Context that records a run, for comparison with another by ``bagua-ref trace diff``.
 
     A step ends when the last of the optimizers has stepped. Its digests are those of random states,
     batch, the model's inputs and outputs, loss, gradients before and after communication, options
@@ -122,9 +122,7 @@ class Recording:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the recording; after an exception, the step under way is written as far as it
-        went.
-        """
+        """Stop recording; after an exception, the unfinished step is written, too."""
         self._hooks.close()
         if self._index is None:
             return
@@ -218,7 +216,9 @@ class Recording:
         self.step += 1
 
     def _begin(self) -> None:
-        """Record random states, settings and buffers, once in a step, before its first forward."""
+        """Record random states, settings and buffers, once per step, before its first forward
+        pass.
+        """
         if self._begun:
             return
         self._begun = True
@@ -258,7 +258,7 @@ class Recording:
             self._say(name, _plain(value))
 
     def _add(self, name: str, x: Tensor) -> None:
-        """Record a tensor."""
+        """Record the digest, norm and metadata of a tensor."""
         x = x.detach()
         metadata = f"{_name_of(x.dtype)} {list(x.shape)} {x.device}"
         if hasattr(x, "to_local"):
@@ -275,7 +275,7 @@ class Recording:
         self._note(name, digest(x), norm, metadata)
 
     def _say(self, name: str, text: str) -> None:
-        """Record a text."""
+        """Record the digest of a text, and the text."""
         self._note(name, digest_of_text(text), None, text)
 
     def _note(self, name: str, number: int, norm: float | None = None, metadata: str = "") -> None:
@@ -290,7 +290,7 @@ class Recording:
             self._told[name] = self._metadata[name] = metadata
 
     def _clear(self, metadata: dict[str, str] | None = None) -> None:
-        """Begin the next step's entries."""
+        """Clear the entries, for the next step."""
         self._entries: list[list[Any]] = []
         self._metadata: dict[str, str] = metadata or {}
         self._counts: Counter[str] = Counter()
@@ -299,7 +299,7 @@ class Recording:
     # Files.
 
     def _describe(self, rank: int | None, world_size: int | None) -> dict[str, Any]:
-        """Return the manifest."""
+        """Return the manifest of the recording."""
         world = current_world()
         if world.transport is None and dist.is_available() and dist.is_initialized():
             known = dist.get_rank(), dist.get_world_size()
@@ -352,7 +352,7 @@ class Recording:
         self._index = index.open("a", encoding="utf-8")
 
     def _write(self, partial: bool = False) -> None:
-        """Append a step's line, from which a crash cannot take earlier ones."""
+        """Append a step to the file as one line, so that a crash cannot damage earlier ones."""
         line: dict[str, Any] = {
             "step": self.step,
             "entries": self._entries,
@@ -390,7 +390,9 @@ record = Recording
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside compiled modules and wrappers, whose only child is ``module``."""
+    """Return the innermost module inside compiled modules and wrappers, whose only child is
+    ``module``.
+    """
     model = uncompiled(model)
     while [name for name, _ in model.named_children()] == ["module"]:
         model = uncompiled(model.get_submodule("module"))
@@ -398,7 +400,7 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _random_states() -> dict[str, int]:
-    """Return digests of the states of the global generators, by name."""
+    """Return digests of the global random generators' states, by name."""
     numbers = np.random.get_state(legacy=False)  # noqa: NPY002  (the global generator has no other)
     numbers["state"] = {key: np.asarray(x).tolist() for key, x in numbers["state"].items()}
     found = {
@@ -412,8 +414,8 @@ def _random_states() -> dict[str, int]:
 
 
 def _settings_of(model: torch.nn.Module) -> str:
-    """Return JSON of each module's class and public attributes that are numbers, such as dropout's
-    p; of torch's modules also texts and tuples.
+    """Return JSON of each module's class and numeric public attributes, such as dropout's p; for
+    torch's modules also texts and tuples.
 
     That settings differ is no difference by itself, as it need not have an effect.
     """
@@ -441,14 +443,16 @@ def _settings_of(model: torch.nn.Module) -> str:
 
 
 def _norm(x: Tensor) -> float:
-    """Return the L2 norm, of one element its value; NaN or inf only if a value is."""
+    """Return the L2 norm, for a single element its value; NaN or inf only if an element is."""
     if x.element_size() == 1:  # float8, of which torch cannot
         x = x.float()
     return float(x if x.numel() == 1 else torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def _narrow(x: Tensor) -> str | None:
-    """Return the 16-bit dtype that all values of a wider dtype fit, or None; None for zeros."""
+    """Return the 16-bit dtype that represents all values of a wider dtype exactly, or None; None
+    for zeros.
+    """
     if x.element_size() < 4 or not bool(x.any()):
         return None
     return next(

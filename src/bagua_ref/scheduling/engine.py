@@ -25,8 +25,7 @@ UNSAID = -(2**63)
 
 
 class Round:
-    """Actions before the first bucket and after the last one of a round of communication; these do
-    nothing.
+    """Hooks at the start and end of a round of communication; in this base class they do nothing.
 
     Attributes:
         waits: whether `begin` waits for other ranks. If not, the marking thread calls it, unless
@@ -36,13 +35,13 @@ class Round:
     waits = False
 
     def begin(self) -> None:
-        """Begin the round, before its first bucket. An exception cancels this round and all later
-        ones, and waiting raises it.
+        """Called before the first bucket of the round. An exception cancels this round and all
+        later ones, and is re-raised by waiting.
         """
 
     def end(self) -> None:
-        """End the round, after its last bucket and unless one has failed; errors are those of
-        `begin`.
+        """Called after the last bucket of the round unless one has failed; exceptions are treated
+        as in `begin`.
         """
 
 
@@ -70,7 +69,7 @@ class Fact(NamedTuple):
     adopt: Callable[[int], object] | None = None
 
     def about(self, ranks: Sequence[int], value: int) -> str:
-        """Return the sentence about ``ranks``, on which the number is ``value``."""
+        """Return the sentence about ``ranks``, with ``value`` as their number."""
         several = len(ranks) > 1
         verbs = {"has": "have" if several else "has", "is": "are" if several else "is"}
         who = f"rank{'s' * several} {', '.join(map(str, ranks))}"
@@ -83,7 +82,7 @@ class Fact(NamedTuple):
 def describe_differences(
     facts: Sequence[Fact], values: Sequence[Sequence[int]], ranks: Sequence[int]
 ) -> str:
-    """Return the differences between ranks as text, "" if they agree.
+    """Describe the differences between ranks; "" if they agree.
 
     Args:
         facts: this rank's; those that explain a checksum are left out.
@@ -113,8 +112,8 @@ T = TypeVar("T")
 
 
 class Readiness(Generic[Item]):
-    """Marks items and determines which buckets to schedule, always in the order in which they were
-    registered (S2.4).
+    """Tracks marked items and determines the buckets to schedule, always in order of registration
+    (S2.4).
 
     A round begins with the first mark and ends when every bucket has been scheduled. While ``hold``
     is True a complete round does
@@ -155,7 +154,7 @@ class Readiness(Generic[Item]):
         return len(self._unmarked) == len(self._bucket_of)
 
     def mark(self, item: Item) -> list[int]:
-        """Mark ``item``; return the buckets to schedule now, in order.
+        """Mark ``item``; return the buckets that are now to be scheduled, in order.
 
         Marking an item again before its bucket is scheduled has no effect.
 
@@ -229,8 +228,7 @@ class Engine:
         return f"Engine({self.name!r}, {len(self._buckets)} buckets)"
 
     def register_ordered_buckets(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Schedule ``buckets`` in this order from now on; waits for pending operations and clears
-        all marks (S2.4).
+        """Set the order of ``buckets``; waits for pending operations and clears all marks (S2.4).
 
         Raises:
             ValueError: a name appears twice, or non-empty tensors overlap (S2.6); nothing is
@@ -278,8 +276,8 @@ class Engine:
         self.gradient_ready("", tensor)
 
     def gradient_ready(self, name: str, parameter: Tensor) -> None:
-        """Mark ``parameter`` ready, as `mark_ready`: an algorithm's backward hook, which runs for
-        every gradient.
+        """Mark ``parameter`` ready, like `mark_ready`: the backward hook of an algorithm, called
+        for every gradient.
         """
         known: Any = getattr(parameter, "_bagua_registration", None) or registration(parameter)
         begins = self._readiness.idle
@@ -299,8 +297,8 @@ class Engine:
                 raise
 
     def begin_round(self) -> None:
-        """Begin a round now, as the first `mark_ready` of a round does, for buckets that are not
-        registered.
+        """Begin a round immediately, for buckets that are not registered; otherwise the first
+        `mark_ready` of a round does so.
         """
         self._end_round()
         self.meter.rounds += 1
@@ -315,8 +313,8 @@ class Engine:
             self._round = None
 
     def run_round(self, buckets: Sequence[BaguaBucket], is_open: bool = False) -> None:
-        """Run ``buckets``, registered or not, now and in a round of their own;
-        `wait_pending_comm_ops` waits for them, too.
+        """Run ``buckets``, registered or not, immediately as a separate round;
+        `wait_pending_comm_ops` includes them.
 
         No round of registered buckets may be under way.
 
@@ -332,8 +330,8 @@ class Engine:
         self._end_round()
 
     def schedule(self, bucket: BaguaBucket, kind: Callable[..., Any] = BucketRun) -> Any:
-        """Load ``bucket`` on the current stream, after everything that its tensors wait for, and
-        submit it to the worker.
+        """Load ``bucket`` on the current stream, after all work on its tensors, and submit it to
+        the worker.
 
         If the worker may still be running it, scheduled in an earlier round, the worker loads it.
 
@@ -356,7 +354,7 @@ class Engine:
         return run
 
     def _order_after_marks(self, bucket: BaguaBucket) -> None:
-        """Let the current stream wait for the other streams on which tensors of ``bucket`` were
+        """Make the current stream wait for the other streams on which tensors of ``bucket`` were
         marked.
         """
         for stream in self._marked_on[bucket] - {runtime.current_stream(bucket.device)}:
@@ -364,8 +362,8 @@ class Engine:
         self._marked_on[bucket].clear()
 
     def wait_pending_comm_ops(self) -> None:
-        """Wait until everything scheduled has finished (S2.5); on CUDA the current stream waits,
-        not the host.
+        """Wait until all scheduled operations have finished (S2.5); on CUDA the current stream
+        waits, not the host.
 
         An NCCL collective that does not finish within the timeout is aborted, and the next
         operation raises.
@@ -389,8 +387,8 @@ class Engine:
                 runtime.order_after(run.done, run.bucket.device)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Return the result of ``function()``, called on the worker after everything scheduled;
-        this waits for it.
+        """Return the result of ``function()``, run on the worker after all scheduled operations;
+        blocks until then.
 
         If it raises an error, no bucket runs any more.
         """
@@ -402,17 +400,17 @@ class Engine:
 
     @property
     def round_begun(self) -> bool:
-        """Whether a tensor was marked ready in the round that is under way."""
+        """Whether a tensor has been marked ready in the current round."""
         return not self._readiness.idle
 
     @property
     def in_backward(self) -> bool:
-        """Whether `begin_backward` has been called, and `end_backward` not yet."""
+        """Whether a backward pass is in progress: between `begin_backward` and `end_backward`."""
         return self._readiness.hold
 
     @property
     def half_scheduled(self) -> bool:
-        """Whether the round under way has begun, and not all of its buckets have been scheduled."""
+        """Whether the current round has begun, but not all of its buckets have been scheduled."""
         return not (self._readiness.idle or self._readiness.complete)
 
     def begin_backward(self) -> None:
@@ -468,9 +466,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End the background thread when pending operations have finished, or the timeout has
-        passed.
-        """
+        """Stop the background thread after pending operations, or at the timeout."""
         for known in self._bucket_of:
             if known.sink is not None and known.sink() is self:
                 known.sink = None

@@ -1,4 +1,4 @@
-"""Background thread that runs jobs in order, waiting for them, and the jobs of an engine (S2.4,
+"""Background thread that runs jobs in order; waiting for it; and the jobs of an engine (S2.4,
 S2.5).
 """
 
@@ -32,7 +32,7 @@ class Errors:
 
 
 class Job(Protocol):
-    """Job of a worker, which stores its error instead of raising it. ``awaited`` completes the
+    """A job of the worker; it stores its error instead of raising it. ``awaited`` completes the
     message "timed out waiting for other ranks to ...".
     """
 
@@ -72,7 +72,7 @@ class BucketRun:
         self.error: BaseException | None = None
 
     def __call__(self) -> None:
-        """Run the operations, unless there has been a fatal error, and keep their error."""
+        """Run the operations unless a fatal error has occurred; store any error."""
         if self.errors.fatal is None:
             try:
                 self.run()
@@ -94,18 +94,18 @@ class BucketRun:
         self.done = self.bucket.execute(self.flat, self._ready, self._label)
 
     def describe(self) -> str:
-        """Return the bucket and the operation under way."""
+        """Describe the bucket and its running operation."""
         return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"
 
     def awaited(self, step: int) -> str:
-        """Return the act of other ranks in ``step`` that this waits for, for messages."""
+        """Return the pending action of other ranks in ``step``, for timeout messages."""
         return (
             f"reach bucket {self.bucket.name!r} of step {step}, operation {self.bucket.running!r}"
         )
 
 
 def _profiled_until(label: str) -> torch.futures.Future[None]:
-    """Return a future; a profile shows ``label`` from now until it has a result."""
+    """Return a future; the profiler range ``label`` lasts until its result is set."""
     ended: torch.futures.Future[None] = torch.futures.Future()
     profiled = record_function(label)
     profiled.__enter__()
@@ -114,7 +114,7 @@ def _profiled_until(label: str) -> torch.futures.Future[None]:
 
 
 class RoundCall:
-    """Call of a function between buckets, whose error is fatal.
+    """A function call between buckets; any error is fatal.
 
     Args:
         function: the beginning or the end of a round, or what runs between rounds.
@@ -127,7 +127,7 @@ class RoundCall:
         self._function, self._errors, self._ends = function, errors, ends
 
     def __call__(self) -> None:
-        """Call the function, unless there has been a fatal error, and keep its error."""
+        """Call the function unless a fatal error has occurred; store any error."""
         errors = self._errors
         skipped, errors.bucket_failed = self._ends and errors.bucket_failed, False
         if errors.fatal is None and not skipped:
@@ -137,7 +137,7 @@ class RoundCall:
                 errors.fatal = error
 
     def awaited(self, step: int) -> str:
-        """Return the act of other ranks in ``step`` that this waits for, for messages."""
+        """Return the pending action of other ranks in ``step``, for timeout messages."""
         return f"reach the end of step {step}" if self._ends else f"start step {step}"
 
 
@@ -170,8 +170,8 @@ class Worker:
         self.close.atexit = False
 
     def submit(self, job: Job, may_run_here: bool = False) -> None:
-        """Run ``job()`` after all earlier jobs; now and on this thread if all have finished and it
-        ``may_run_here``.
+        """Run ``job()`` after all earlier jobs; if these have finished and it ``may_run_here``,
+        immediately on this thread.
         """
         if may_run_here and self._jobs_so_far.finished == self._jobs_so_far.submitted:
             job()  # waking the worker, which takes Python's lock during backward, would take longer
@@ -243,7 +243,7 @@ class Worker:
 
 
 class _Count:
-    """How many jobs there have been."""
+    """Counts of submitted and finished jobs."""
 
     submitted = 0
     """Only the submitting thread writes it."""

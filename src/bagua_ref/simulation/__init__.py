@@ -1,4 +1,4 @@
-"""The public interface of simulated worlds: any number of ranks in one process, deterministic, on a
+"""Public interface of simulated worlds: any number of ranks in one process, deterministic, on a
 virtual clock.
 """
 
@@ -134,8 +134,8 @@ class SimulatedWorld:
         return f"SimulatedWorld({self.world_size}, nodes={self.nodes}, {order})"
 
     def record(self) -> list[tuple[str, list[Tensor]]]:
-        """Return a list to which later runs append each collective: its name, and a copy of what
-        each rank of the group sends.
+        """Return a list of collectives that later runs extend: the name, and a copy of what each
+        rank of the group sends.
 
         >>> world = SimulatedWorld(2)
         >>> messages = world.record()

@@ -1,4 +1,4 @@
-"""Call sites: the lines of the user's code that met in each collective of a run."""
+"""Call sites: the lines of the user's code whose calls met in each collective of a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ROOTED = ("broadcast(", "reduce(", "gather(", "scatter(")
 
 
 def site(call: RankCall) -> str:
-    """Return the line of a call, and the module for which FSDP2 made it."""
+    """Return the line of a call as text, with the module for which FSDP2 made it."""
     return place(call.file, call.line) + (f" for module {call.module!r}" if call.module else "")
 
 
 def joined_calls(log: Sequence[Sequence[RankCall]]) -> Iterator[list[RankCall]]:
-    """Yield the calls of each collective, by group and in their order."""
+    """Yield the calls of each collective, grouped by process group, in order."""
     groups: dict[str, list[list[RankCall]]] = defaultdict(lambda: [[] for _ in log])
     for rank, calls in enumerate(log):
         for call in calls:
@@ -33,7 +33,7 @@ def joined_calls(log: Sequence[Sequence[RankCall]]) -> Iterator[list[RankCall]]:
 
 
 def _odd_one(row: Sequence[RankCall]) -> RankCall | None:
-    """Return a call from a line that other ranks are not at, unless it is its root's."""
+    """Return a call whose line differs from that of most other ranks, unless it is the root's."""
     sites = Counter(map(site, row))
     if len(sites) < 2:
         return None
@@ -52,7 +52,7 @@ def _text(row: Sequence[RankCall], odd: RankCall) -> str:
 
 
 def meetings(log: Sequence[Sequence[RankCall]]) -> list[str]:
-    """Describe each pair of different lines whose calls met, where they first met."""
+    """Describe each pair of different lines whose calls met, at their first meeting."""
     found: dict[frozenset[str], str] = {}
     for row in joined_calls(log):
         odd = _odd_one(row)
@@ -62,8 +62,8 @@ def meetings(log: Sequence[Sequence[RankCall]]) -> list[str]:
 
 
 def shifted(log: Sequence[Sequence[RankCall]]) -> tuple[str, RankCall] | None:
-    """Return from which collective of a group on the ranks' lines differ, to the last that they
-    share: one rank made a call too many, or one too few.
+    """Return the collective of a group from which on the ranks' lines differ up to their last
+    common one: one rank made a call too many, or one too few.
 
     Lines that differ once and agree later are two branches that are meant to meet.
     """
@@ -82,8 +82,8 @@ def shifted(log: Sequence[Sequence[RankCall]]) -> tuple[str, RankCall] | None:
 
 
 def different_counts(log: Sequence[Sequence[RankCall]], waiting: Sequence[RankCall]) -> str:
-    """Describe how many calls each rank has made at a line where some ranks wait; "" unless all
-    ranks came to it, some more often.
+    """Describe the number of calls that each rank has made at a line where some ranks wait; ""
+    unless all ranks came to it, some more often.
     """
     for call in {(call.file, call.line): call for call in waiting}.values():
         counts = [sum((c.file, c.line) == (call.file, call.line) for c in calls) for calls in log]

@@ -48,7 +48,7 @@ class SimulatedCommunicator(Communicator):
         )
 
     def close(self) -> None:
-        """Make this rank's later operations raise; other ranks are not affected."""
+        """Close this rank's end: its later operations raise; other ranks are not affected."""
         self._closed = True
 
     def barrier(self) -> None:
@@ -130,7 +130,7 @@ class SimulatedCommunicator(Communicator):
         *,
         alike: Tensor | None = None,
     ) -> None:
-        """Deposit this rank's tensors; once all ranks have, ``function(sends, recvs)`` moves the
+        """Submit this rank's tensors; once all ranks have, ``function(sends, recvs)`` moves the
         data for all of them.
 
         Args:
@@ -198,7 +198,7 @@ class SimulatedCommunicator(Communicator):
 
 class SimulatedNetwork:
     """State shared by the ranks of one run: their nodes, the group of all ranks, and groups that
-    are being connected.
+    are still connecting.
 
     Args:
         scheduler: of the ranks' threads.
@@ -300,7 +300,7 @@ class SimulatedTransport:
         return self._communicators[-1]
 
     def close(self) -> None:
-        """Close all of this rank's connections; it may connect again."""
+        """Close all of this rank's connections; it may reconnect."""
         for communicator in self._communicators:
             communicator.close()
         self._communicators.clear()

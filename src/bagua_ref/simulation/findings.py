@@ -59,7 +59,7 @@ class Finding:
 
 
 def own_error(seen: Observation) -> Finding | None:
-    """Return the error that one run shows by itself."""
+    """Return the error that a single run shows without comparison."""
     calls = seen.calls
     if not seen.kind:
         finding = (
@@ -103,16 +103,16 @@ def own_error(seen: Observation) -> Finding | None:
 
 
 def notes(seen: Observation) -> list[str]:
-    """Return hints about one run: calls of different lines that met, and steps on gradients that
-    nothing has reduced.
+    """Return hints about one run: calls from different lines that met, and steps on unreduced
+    gradients.
     """
     found = [] if _is_joined(seen.steps) else meetings(seen.log)
     return found if seen.kind else found + _unreduced(seen.steps, seen.largest)
 
 
 def _unreduced(steps: Sequence[Sequence[Step]], largest: Sequence[int]) -> list[str]:
-    """Return the first step after which a parameter that was equal on two ranks differs, as its
-    gradients did: they were not communicated, or others' were.
+    """Return the first step after which a parameter that was equal on two ranks differs, as did its
+    gradients: these were not reduced, or only others were.
 
     Training that averages weights from time to time communicates them later, or makes them equal
     again.
@@ -163,7 +163,7 @@ def name_shift(
     *,
     is_joined: bool = False,
 ) -> None:
-    """Put first in an error's message the collective from which on the ranks' lines differ."""
+    """Prepend to an error's message the collective from which on the ranks' lines differ."""
     shift = None if is_joined else shifted(log)
     counts = different_counts(log, waiting)
     if shift is not None:
@@ -192,28 +192,30 @@ def _other_modules(log: Sequence[Sequence[RankCall]]) -> Finding | None:
 
 
 def _at(kind: str, text: str, rank: int, at: Step | RankCall, step: int | None = None) -> Finding:
-    """Return a finding of a rank at the line of a step or call, which ends the text."""
+    """Return a finding for a rank, with the line of a step or call at the end of the text."""
     return Finding(kind, f"{text} at {place(at.file, at.line)}", rank, at.file, at.line, step)
 
 
 def minority(calls: Sequence[RankCall]) -> RankCall:
-    """Return the call of the ranks that are in the minority; of equally many, the last."""
+    """Return the call made by the fewest ranks; in a tie, the last one."""
     lines = Counter((call.file, call.line) for call in calls)
     return min(reversed(calls), key=lambda call: lines[call.file, call.line])
 
 
 def after(last: Sequence[RankCall]) -> str:
-    """Describe the last call of a rank that has ended, if it has made one."""
+    """Describe the last call of a rank that has ended, if there is one."""
     return "".join(f" after {_called(call)}" for call in last) or " without any communication"
 
 
 def waits(calls: Sequence[RankCall]) -> list[str]:
-    """Describe who waits for whom, in which call, since which line; ranks that do the same once."""
+    """Describe who waits for whom, in which call, since which line; ranks with equal waits are
+    merged.
+    """
     return _by_ranks(calls, "wait", _waited)
 
 
 def mismatch(calls: Sequence[RankCall]) -> str:
-    """Describe the calls of one group that met, but do not match."""
+    """Describe calls of one group that met but do not match."""
     each = ", but ".join(_by_ranks(calls, "call", _called))
     return f"calls do not match: {each} in group {calls[0].group!r}"
 
@@ -275,14 +277,14 @@ def _different_replicas(steps: Sequence[Sequence[Step]]) -> Finding | None:
 
 
 def _is_joined(steps: Sequence[Sequence[Step]]) -> bool:
-    """Return whether ranks without batches shadow the others' collectives, at lines of their
-    own.
+    """Return whether torch's Join is in use, in which ranks without batches shadow the others'
+    collectives at other lines.
     """
     return any(step.joined for own in steps for step in own)
 
 
 def _different_counts(steps: Sequence[Sequence[Step]]) -> Finding | None:
-    """Return the first optimizer step that only some of the replicas of a module make."""
+    """Return the first optimizer step taken by only some of a module's replicas."""
     everything = [step for own in steps for step in own]
     groups = {ranks: None for step in everything for ranks in step.replicas.values()}
     for group in () if _is_joined(steps) else groups:
@@ -304,9 +306,7 @@ def _different_counts(steps: Sequence[Sequence[Step]]) -> Finding | None:
 def first_difference(
     first: Observation, seen: Observation, compares_stdout: bool
 ) -> Finding | None:
-    """Return the first difference of the second run's results from the first's, up to an error of
-    either.
-    """
+    """Return the first difference of the second run from the first, up to an error of either."""
     if first.kind:
         return None
     results = [("returns", first.returned, seen.returned)]
@@ -349,7 +349,9 @@ def _different_step(rank: int, expected: Sequence[Step], own: Sequence[Step]) ->
 
 
 def used_early(first: Observation, line: tuple[str, int] | None) -> Finding:
-    """Return the use of a tensor of an operation under way, which the line started."""
+    """Return the finding that a tensor of an unfinished operation, started at the line, was
+    used.
+    """
     calls = [
         call
         for calls in first.log
@@ -372,7 +374,9 @@ def used_early(first: Observation, line: tuple[str, int] | None) -> Finding:
 
 
 def _changed(first: Observation, seen: Observation) -> tuple[int, RankCall] | None:
-    """Return number and call of the first communication that sends something else later."""
+    """Return index and call of the first communication that sends different data in the second
+    run.
+    """
     pairs: Any = zip if seen.kind else zip_longest  # a run that fails has fewer
     changed = [
         (number, rank)
@@ -387,8 +391,8 @@ def _changed(first: Observation, seen: Observation) -> tuple[int, RankCall] | No
 
 
 def not_repeatable(first: Observation, again: Observation) -> Finding | None:
-    """Return the first value that differs between two runs in the same schedule, before which no
-    race can be claimed. In the second, memory that is not initialised may have been filled.
+    """Return the first value that differs between two runs in the same schedule, which rules out
+    claims about races. The second run may have filled uninitialised memory.
     """
     advice = (
         ". Nothing that depends on the schedule can be told from that: seed every generator"
@@ -418,7 +422,7 @@ def not_repeatable(first: Observation, again: Observation) -> Finding | None:
 
 
 def nothing_communicates(first: Observation) -> Finding | None:
-    """Return that there is nothing to judge, if no rank of a run has communicated."""
+    """Return the finding that there is nothing to judge, if no rank of a run has communicated."""
     if first.kind or any(first.log):
         return None
     lines = [text.strip().splitlines()[-1] for text in first.stdout if text.strip()]
@@ -447,8 +451,8 @@ def depends_on_hash_seed(first: Observation, seen: Observation) -> Finding | Non
 
 
 def after_fault(first: Observation, seen: Observation) -> Finding | None:
-    """Return how a run with a fault went wrong: survivors must raise, or go on with equal and
-    finite replicas.
+    """Return the failure of a run with a fault, if any: survivors must raise, or continue with
+    equal and finite replicas.
     """
     fault, finding = seen.order.fault, own_error(seen)
     assert fault is not None

@@ -28,7 +28,7 @@ from bagua_ref.simulation.tasks import Ticket, call_site
 
 @dataclass(eq=False, repr=False)
 class Call:
-    """One rank's part in a collective, or one side of a message.
+    """One rank's participation in a collective, or one side of a message.
 
     Args:
         group: the group.
@@ -82,7 +82,7 @@ class Call:
         self.file, self.line = call_site(sys._getframe(1))
 
     def finish(self, error: Exception | None = None) -> None:
-        """Wake the threads that wait for this call: its result is there, or ``error`` occurred."""
+        """Wake the threads waiting for this call, with its result or ``error``."""
         self.done, self.error = True, error
         # may be large, and who keeps the call needs them no more
         self.send = self.recv = self.alike = None
@@ -92,8 +92,7 @@ class Call:
             self.group.scheduler.grant(self._waiting.pop(0))
 
     def wait(self, timeout: float | None = None, passes: bool = False) -> None:
-        """Wait until the call is finished; raise its error, and give the group up if that takes too
-        long.
+        """Wait until the call is finished; raise its error, or abort the group after the timeout.
 
         What other ranks have completed counts even if the group is aborted before this rank runs
         again.
@@ -123,7 +122,7 @@ class Call:
             raise self.error
 
     def missing(self) -> list[int]:
-        """Return the global ranks that have yet to do their part."""
+        """Return the global ranks that have not joined this call yet."""
         ranks = self.group.ranks
         for calls in self.group.under_way.values():
             if calls.get(self.rank) is self:
@@ -131,7 +130,7 @@ class Call:
         return [] if self.done else [ranks[r] for r in self.partners]
 
     def facts(self) -> RankCall:
-        """Return the call for an error's report."""
+        """Return the call as a `RankCall`, for error reports."""
         rank = self.group.ranks[self.rank]
         return RankCall(
             rank,
@@ -151,8 +150,7 @@ Function = Callable[[list[Any], list[Any]], object]
 
 @dataclass(eq=False, repr=False)
 class SimulatedGroup:
-    """State shared by a group's ranks: calls of collectives that are not complete, and messages in
-    flight.
+    """State shared by a group's ranks: incomplete collectives and messages in flight.
 
     Args:
         scheduler: of the ranks' threads.
@@ -179,7 +177,7 @@ class SimulatedGroup:
     _numbers: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def give_up(self, reason: str) -> None:
-        """Make all operations raise, including those in progress."""
+        """Abort the group: all operations raise, including those in progress."""
         self.broken = self.broken or reason
         waiting = [call for calls in self.under_way.values() for call in calls.values()]
         waiting += [call for calls in self.recvs.values() for call in calls] + [
@@ -190,13 +188,13 @@ class SimulatedGroup:
             call.finish(CommunicationError(self.broken))
 
     def check(self) -> None:
-        """Raise if the group has been given up."""
+        """Raise CommunicationError if the group has been aborted."""
         if self.broken is not None:
             raise CommunicationError(self.broken)
 
     def post(self, call: Call, function: Function, stream: str = "", strict: bool = False) -> None:
-        """Take a rank's part in its next collective; the last one runs ``function`` for all of
-        them.
+        """Register a rank's call of its next collective; the last rank's call runs ``function`` for
+        all of them.
 
         If ranks call different collectives, or pass arguments that do not match, all of them get
         the same error.
@@ -224,8 +222,8 @@ class SimulatedGroup:
             self._complete([calls[rank] for rank in range(len(self.ranks))], function)
 
     def post_message(self, call: Call, peer: int | None, tag: int = 0) -> None:
-        """Send a message to rank ``peer`` of the group, which is read when the receiver is there,
-        or receive one from it, or from any rank if it is None.
+        """Send a message to rank ``peer`` of the group, which the receiver reads when it arrives
+        there, or receive one from it; None: from any rank.
         """
         self.scheduler.on_communication(call)
         self.check()

@@ -1,4 +1,4 @@
-"""Verdicts on programs of `torch.distributed`: runs under many schedules in other processes, and
+"""Judgement of programs of `torch.distributed`: runs under many schedules in other processes, and
 the first error in words.
 """
 
@@ -48,7 +48,7 @@ _EXTRA = 5.0
 
 @dataclass(frozen=True)
 class Exploration:
-    """The runs to make.
+    """Settings of the search: the runs to make.
 
     Attributes:
         nodes: the number of ranks on each node.
@@ -102,7 +102,7 @@ class Judgement:
 
     @property
     def verdict(self) -> str:
-        """``"agree"``, ``"found"`` or ``"undecided"``."""
+        """The verdict: ``"agree"``, ``"found"`` or ``"undecided"``."""
         if self.finding is not None:
             return "undecided" if self.finding.kind in NO_VERDICT else "found"
         return "agree" if self.is_complete else "undecided"
@@ -139,8 +139,8 @@ def judge(
 
 
 def _warm_up(program: Program) -> None:
-    """Import what takes seconds before processes are forked: what `init_process_group` imports, and
-    what FSDP2 and device meshes need.
+    """Import slow modules before processes are forked: those of `init_process_group`, and those of
+    FSDP2 and device meshes if needed.
     """
     importlib.import_module("torch._dynamo")
     source = Path(program.name).read_text(errors="replace") if program.is_script else "fsdp"
@@ -149,7 +149,7 @@ def _warm_up(program: Program) -> None:
 
 
 def _is_equal(one: Observation, other: Observation) -> bool:
-    """Return whether two runs in the same schedule send the same, and end in the same way."""
+    """Return whether two runs in the same schedule send the same data and end in the same way."""
     if own_error(one) or own_error(other):
         return one.message == other.message and one.sent == other.sent
     return not_repeatable(one, other) is None
@@ -182,7 +182,7 @@ class _Judge:
     memory: Finding | None = None
 
     def find(self) -> Finding | None:
-        """Return the first error; raise TimeoutError if the time is up first."""
+        """Return the first error; raise TimeoutError at the time limit."""
         fault = self.search.fault
         self.first = first = self._one(
             Order(self.search.schedule or Schedule(), shows=True, fault=fault)
@@ -243,8 +243,8 @@ class _Judge:
         return finding
 
     def _times(self) -> None:
-        """Take the times of the first run, or of another whose compute is measured, which nothing
-        else is compared with.
+        """Store the times of the first run; if compute is to be measured, those of an additional
+        run used for nothing else.
         """
         seen = self.first
         if self.program.link is not None and self.program.compute is None and not seen.kind:
@@ -285,7 +285,7 @@ class _Judge:
         return None
 
     def _plan(self, runs: int) -> None:
-        """Set the number of planned runs: ``runs`` more, and those of the last two phases."""
+        """Update the number of planned runs: ``runs`` more, and those of the last two phases."""
         self.report.planned = (
             self.report.runs + runs + len(self.hash_seed_orders) + len(self.faulty_orders)
         )
@@ -312,7 +312,7 @@ class _Judge:
         return seen
 
     def _carry_out(self, orders: Iterator[Order | None]) -> Iterator[Observation]:
-        """Carry out orders, several at a time, and count the runs."""
+        """Run orders on the workers, several at a time, and count the runs."""
         for seen in self.workers.carry_out(orders):
             self.report.runs += 1
             self.progress(self.report)
@@ -327,7 +327,7 @@ class _Judge:
         return first_difference(first, seen, self.search.compares_stdout)
 
     def _examined(self, seen: Observation) -> Finding | None:
-        """Return a run's error, shrunk to a schedule with as few of its deviations as possible."""
+        """Return a run's error, with its schedule reduced to as few deviations as possible."""
         finding = self._differs(seen)
         if finding is None:
             return None
@@ -349,8 +349,7 @@ class _Judge:
 
 
 class Workers:
-    """Worker processes that observe runs of one program, each run in an empty working folder of its
-    own.
+    """Worker processes that observe runs of one program; each run has an empty working folder.
 
     Args:
         program: to run.
@@ -378,7 +377,7 @@ class Workers:
         self._folder.cleanup()
 
     def carry_out(self, orders: Iterator[Order | None]) -> Iterator[Observation]:
-        """Carry out orders, several at a time; yield their records, in the order of ending.
+        """Run orders, several at a time; yield their records in order of completion.
 
         Args:
             orders: gives None if the next order depends on those under way.
@@ -414,7 +413,7 @@ class Workers:
                 yield seen
 
     def _new_worker(self, hash_seed: int | None) -> tuple[Any, Connection]:
-        """Return a fork of this process, or a new interpreter with a hash seed."""
+        """Return a worker: a fork of this process, or a new interpreter with a hash seed."""
         ours, theirs = multiprocessing.Pipe()
         context: Any = multiprocessing.get_context("fork" if hash_seed is None else "spawn")
         process = context.Process(
@@ -430,7 +429,7 @@ class Workers:
 
 
 def _serve(connection: Connection, folder: str, program: Program, nodes: Sequence[int]) -> None:
-    """Carry out orders until the parent has ended."""
+    """Main loop of a worker: run orders until the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     # a worker with a hash seed was spawned; the program's own processes start as they usually do
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)

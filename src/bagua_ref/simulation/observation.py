@@ -1,6 +1,4 @@
-"""Observation of one run of a program: its optimizer steps, what the ranks communicated, and how
-the run ended.
-"""
+"""Observation of one run of a program: its optimizer steps, communication, and end."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ _SOURCE = re.compile(r"(?:broadcast|scatter)\(src=(\d+)")
 
 @dataclass(frozen=True)
 class Order:
-    """A run to make.
+    """An order for one run: its schedule and settings.
 
     Attributes:
         schedule: of the run.
@@ -87,7 +85,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Step:
-    """A rank's parameters after an optimizer step, as digests.
+    """Digests of a rank's parameters after an optimizer step.
 
     Attributes:
         file: of the user's code that called the step.
@@ -156,8 +154,8 @@ class Observation:
 
 
 def observe(program: Program, nodes: Sequence[int], order: Order) -> Observation:
-    """Run a program once on simulated ranks, and return the record; show the output if the order
-    says so.
+    """Run a program once on simulated ranks, and return the record; ``order`` says whether to show
+    the output.
     """
     n = sum(nodes)
     output, errors = (
@@ -222,8 +220,8 @@ _OBJECT_COLLECTIVES = {
 
 
 def _sends_objects() -> bool:
-    """Return whether a collective of objects is calling: two pickles of one object may differ, as
-    those of sets do.
+    """Return whether an object collective is on the call stack; two pickles of one object may
+    differ, as those of sets do.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in _OBJECT_COLLECTIVES:
@@ -232,7 +230,7 @@ def _sends_objects() -> bool:
 
 
 class _RunWatch:
-    """The hooks of one run, which fill in its record."""
+    """The hooks of one run, which write its record."""
 
     def __init__(self, seen: Observation, n: int, program: Program) -> None:
         order = seen.order
@@ -248,7 +246,7 @@ class _RunWatch:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Set the hooks while the context lasts."""
+        """Install the hooks for the duration of the context."""
         with Replacements(lambda: True) as hooks:
             hooks.callback(register_module_forward_pre_hook(self._before_forward).remove)
             hooks.callback(register_module_module_registration_hook(self._name).remove)
@@ -291,8 +289,8 @@ class _RunWatch:
         return _digest(result)
 
     def _uses_hashes(self) -> bool:
-        """Return whether the program uses sets or ``hash()``, or an installed package that the run
-        has imported, but for torch's, may do so.
+        """Return whether the program uses sets or ``hash()``, or imports an installed package other
+        than torch's that may do so.
         """
         own = rank_world().process_state.modules.keys()
         for name in own | sys.modules.keys() - self._known:
@@ -305,7 +303,7 @@ class _RunWatch:
         return False
 
     def communicates(self, call: Call) -> None:
-        """Note a communication of the calling rank, before it takes place."""
+        """Record a communication of the calling rank before it takes place."""
         call.locate()
         # A library's own handles are its own affair; torch's Join gives one to C++.
         call.awaited = call.awaited or not is_called_directly(sys._getframe(1))
@@ -341,7 +339,7 @@ class _RunWatch:
             )
 
     def hints(self) -> list[str]:
-        """Return the oddities of the run that are no errors."""
+        """Return observations about the run that are odd, but not errors."""
         found = dict(self._hints)
         for group in {call.group: None for call in self._calls}:
             for what, messages in (
@@ -414,7 +412,7 @@ class _RunWatch:
         original(obj, f, *args, **options)
 
     def _write(self, path: Any) -> None:
-        """Hint at a file that two ranks write with no collective between, which orders them."""
+        """Add a hint if two ranks write the same file without a collective in between."""
         path, rank = os.fsdecode(os.path.realpath(path)), rank_world().identity.rank
         if path.startswith(("/dev/", "/proc/")):
             return
@@ -440,12 +438,12 @@ class _RunWatch:
 
 
 def _own_name(name: str) -> str:
-    """Return a parameter's name in the module that is compiled and inside DDP."""
+    """Return a parameter's name without the prefixes of torch.compile and DDP."""
     return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
 class _RankWatch:
-    """The modules and optimizers that one rank has used."""
+    """State of one rank's modules and optimizers."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -462,8 +460,8 @@ class _RankWatch:
         self._synchronizes: dict[DistributedDataParallel, bool] = {}
 
     def before_forward(self, module: torch.nn.Module) -> None:
-        """Note the names of a module's parameters, and whether this pass is one of data-parallel
-        training.
+        """Register the parameter names of a module, and whether this pass of DDP synchronizes
+        gradients.
         """
         inner = getattr(module, "_orig_mod", module)  # of one that is compiled
         if isinstance(inner, DistributedDataParallel) and torch.is_grad_enabled():
@@ -476,7 +474,7 @@ class _RankWatch:
             self._modules.update({id(inner): inner for inner in module.modules()})
 
     def before_step(self, optimizer: Any) -> None:
-        """Note the values with which training starts."""
+        """Record digests of the initial parameters, before the first step."""
         if not self.backwards_by_step:
             self._before = {name: _digest(p) for name, p in self._named(optimizer).items()}
 
@@ -489,7 +487,7 @@ class _RankWatch:
         return named
 
     def after_step(self, optimizer: Any) -> Step:
-        """Return the result of an optimizer step."""
+        """Return the record of an optimizer step."""
         named = self._named(optimizer)
         trained = {name: p.grad for name, p in named.items() if p.grad is not None}
         replicas, reduced, joined = self._replicas()
@@ -515,8 +513,9 @@ class _RankWatch:
         return step
 
     def _replicas(self) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], bool]:
-        """Return the ranks that hold each parameter of modules in `DistributedDataParallel`, by the
-        parameter's identity.
+        """Return the ranks that hold each parameter of `DistributedDataParallel` modules, by the
+        parameter's identity; the ranks of DDPs with a communication hook; and whether Join is in
+        use.
         """
         replicas: dict[int, tuple[int, ...]] = {}
         reduced: tuple[int, ...] = ()
@@ -536,8 +535,8 @@ class _RankWatch:
         return replicas, reduced, joined
 
     def _reduced(self, sizes: list[int]) -> tuple[int, ...]:
-        """Return the ranks among which gradients of these sizes seem to have been reduced, one by
-        one or as one tensor.
+        """Return the ranks that appear to have reduced gradients of these sizes, separately or as
+        one tensor.
         """
         for ranks in {ranks for _, ranks in self.reductions}:
             elements = Counter(count for count, group in self.reductions if group == ranks)
@@ -565,8 +564,8 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _holders(parameter: Any) -> tuple[int, ...]:
-    """Return the ranks that hold the same part of a distributed parameter as the calling rank, if
-    there are several.
+    """Return the ranks that hold the same shard of a distributed parameter as the calling rank;
+    empty if there are no others.
     """
     places = tuple(parameter.device_mesh.get_coordinate() or ())
     index = tuple(
@@ -578,7 +577,7 @@ def _holders(parameter: Any) -> tuple[int, ...]:
 
 
 def _digest(value: Any) -> str:
-    """Return a digest of a rank's values; objects of unknown types count by their type."""
+    """Return a digest of a rank's values; an object of unknown type is represented by its type."""
     digest = hashlib.blake2b(digest_size=12)
     _add(digest.update, value)
     return digest.hexdigest()

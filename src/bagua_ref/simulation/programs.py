@@ -1,4 +1,4 @@
-"""Programs of simulated ranks, a script or a function, and where their output goes."""
+"""Programs for simulated ranks, a script or a function, and the destination of their output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bagua_ref.simulation.torch_distributed.cpu import Devices
 
 @dataclass(frozen=True)
 class Program:
-    """Code that every rank runs.
+    """The code that every rank runs: a script or a function.
 
     Args:
         name: ``path/to/script.py`` or ``package.module:function``; of a function that is given,
@@ -73,9 +73,7 @@ class Program:
         return self.function is None and not self.is_module and self.name.endswith(".py")
 
     def absolute(self) -> Program:
-        """Return the same program, found from any folder; put its folder on the path from which
-        modules are imported.
-        """
+        """Return the same program with an absolute path; add its folder to the import path."""
         folder = str(Path(self.name).resolve().parent) if self.is_script else os.getcwd()
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -111,7 +109,7 @@ def uses_hashes(file: str) -> bool:
 
 
 class RankOutput(io.TextIOBase):
-    """A text stream that puts the rank before each line.
+    """A text stream that prefixes each line with the rank.
 
     Args:
         stream: gets the lines; None: they are dropped.
@@ -126,7 +124,7 @@ class RankOutput(io.TextIOBase):
         """All that each rank has written."""
 
     def write(self, text: str) -> int:
-        """Write the complete lines, and keep the rest."""
+        """Write complete lines, and buffer the rest."""
         rank = getattr(current_world().identity, "rank", 0)
         self.written[rank] += text
         *lines, self._open[rank] = (self._open[rank] + text).split("\n")
@@ -134,7 +132,7 @@ class RankOutput(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Write the lines that have no end."""
+        """Write the buffered incomplete lines."""
         for rank, line in enumerate(self._open):
             self._print(rank, [line] * bool(line))
 

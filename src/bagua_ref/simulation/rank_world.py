@@ -1,5 +1,5 @@
-"""The world of one simulated rank: threads, locks, events, queues and a clock that the scheduler
-controls.
+"""The world of one simulated rank: threads, locks, events, queues and a clock under the scheduler's
+control.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class SimulatedRankWorld(World):
 
     @property
     def identity(self) -> Identity:
-        """This rank's place in the job."""
+        """This rank's position in the job."""
         return self._identity
 
     def spawn(self, function: Callable[[], None], name: str) -> SimulatedThread:
-        """Run ``function()`` on a new thread of this rank; it ends silently when all ranks' main
-        functions have returned.
+        """Run ``function()`` on a new thread of this rank, which is stopped silently when all
+        ranks' main functions have returned.
         """
         return SimulatedThread(self._scheduler, self._scheduler.spawn(function, name))
 
@@ -76,16 +76,18 @@ class SimulatedRankWorld(World):
         self._scheduler.sleep(seconds)
 
     def now(self) -> float:
-        """Return the virtual time, which advances only while every thread waits."""
+        """Return the virtual time after yielding to other threads; it advances only while every
+        thread waits.
+        """
         self._scheduler.poll()
         return self._scheduler.time
 
     def clock(self) -> float:
-        """Return the virtual time, without giving way to other threads."""
+        """Return the virtual time without yielding to other threads."""
         return self._scheduler.time
 
     def check_invariants(self) -> None:
-        """End the run if one of the rank's invariants does not hold."""
+        """Check this rank's invariants; a violation ends the run."""
         for function in self.invariants:
             try:
                 wrong = "is False" if function() is False else ""
@@ -103,15 +105,15 @@ class SimulatedRankWorld(World):
 
 
 def rank_world() -> SimulatedRankWorld:
-    """Return the world of the calling rank, which is a simulated one."""
+    """Return the simulated world of the calling rank."""
     world = current_world()
     assert isinstance(world, SimulatedRankWorld)
     return world
 
 
 def always(function: Callable[[], Any]) -> None:
-    """Check ``function()`` after every optimizer step and before every communication of the calling
-    rank, from now on.
+    """Register ``function()`` as an invariant, checked after every later optimizer step and before
+    every communication of the calling rank.
 
     If it returns False or raises an exception, ``bagua-ref sim`` and the fixture ``sim_world``
     report that; elsewhere it is not called. It must not communicate.
@@ -144,14 +146,14 @@ class SimulatedThread:
 
 
 class _WaitQueue:
-    """Threads that wait for the same thing, first come, first served."""
+    """Threads that wait for the same thing, in first-come-first-served order."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._waiting: deque[Ticket] = deque()
 
     def _serve(self) -> None:
-        """Let waiting threads go on, as far as they can."""
+        """Wake the waiting threads that can proceed."""
         raise NotImplementedError
 
     def _wait_in_queue(self, what: str, timeout: float | None) -> Ticket:
@@ -167,7 +169,7 @@ class _WaitQueue:
 
 
 class SimulatedLock(_WaitQueue):
-    """As `threading.Lock`, but granted in the order of requests."""
+    """Lock like `threading.Lock`, but granted in the order of requests."""
 
     _held = False
 
@@ -181,7 +183,7 @@ class SimulatedLock(_WaitQueue):
         return self._held
 
     def release(self) -> None:
-        """Hand the lock to the first waiter, without switching threads, as finalizers may call
+        """Hand the lock to the first waiter, without switching threads, because finalizers may call
         this.
         """
         if not self._held:
@@ -206,7 +208,7 @@ class SimulatedLock(_WaitQueue):
 
 
 class SimulatedEvent(_WaitQueue):
-    """As `threading.Event`."""
+    """Event like `threading.Event`."""
 
     _is_set = False
 
@@ -217,16 +219,16 @@ class SimulatedEvent(_WaitQueue):
         self._scheduler.yield_(ends=False)
 
     def clear(self) -> None:
-        """Make later calls of `wait` wait."""
+        """Clear the event: later calls of `wait` block."""
         self._is_set = False
 
     def is_set(self) -> bool:
-        """Return whether it is set."""
+        """Return whether the event is set."""
         self._scheduler.poll()
         return self._is_set
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set; return False if ``timeout`` seconds pass first."""
+        """Wait until the event is set; return False if ``timeout`` seconds pass first."""
         return self._wait_in_queue("for an event", timeout).granted
 
     def _serve(self) -> None:
@@ -235,15 +237,15 @@ class SimulatedEvent(_WaitQueue):
 
 
 class SimulatedQueue(_WaitQueue):
-    """As `queue.SimpleQueue`."""
+    """Queue like `queue.SimpleQueue`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
         self._items: deque[Any] = deque()
 
     def put(self, item: Any, block: bool = True) -> None:
-        """Append ``item``; without ``block``, no other thread runs meanwhile, as a finalizer may
-        come anywhere.
+        """Append ``item``; without ``block``, threads are not switched, as finalizers may call this
+        anywhere.
         """
         self._items.append(item)
         self._serve()

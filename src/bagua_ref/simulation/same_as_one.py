@@ -1,5 +1,5 @@
-"""Comparison of a training step on several ranks with that of one process: a sample or token must
-weigh the same on whichever rank, and in whichever microbatch, it lands.
+"""Comparison of a training step on several ranks with one process: a sample or token must have the
+same weight on any rank and in any microbatch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 @dataclass(frozen=True)
 class Layout:
-    """How the global batch of one step is divided.
+    """The division of one step's global batch between ranks and microbatches.
 
     Args:
         ranks: the number of ranks.
@@ -94,9 +94,8 @@ class SameAsOne:
 
 @dataclass
 class _Step:
-    """One rank's tensors in a step: gradients after the last backward, those that the optimizer
-    used, and the weights after it; by the parameter's identity until the step is over, then by
-    name.
+    """One rank's tensors in a step: gradients after the last backward, gradients used by the
+    optimizer, and updated weights; keyed by the parameter's identity during the step, then by name.
     """
 
     touched: dict[Any, Tensor] = field(default_factory=dict)
@@ -105,7 +104,7 @@ class _Step:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def finish(self, model: Any) -> None:
-        """Take the weights of a model that has made its step, and name all tensors."""
+        """Store the weights of a model after its step, and rename all tensors."""
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
                 f"step returned {type(model).__name__}: with one parameter it must return the model"
@@ -123,7 +122,7 @@ class _Step:
 
 
 def split(batch: Any, n: int) -> list[Any]:
-    """Return ``n`` equal parts of a batch: of its tensors along their first dimension, in dicts,
+    """Split a batch into ``n`` equal parts: its tensors along their first dimension, in dicts,
     lists and tuples.
 
     >>> split({"x": torch.arange(4)}, 2)
@@ -152,7 +151,7 @@ def same_as_one(
     labels: str | int = "labels",
 ) -> SameAsOne:
     """Compare a training step in several layouts of one global batch with that of one process:
-    gradients, their norm and the updated weights must agree up to sums in another order.
+    gradients, their norm and updated weights must agree up to the order of summation.
 
     Args:
         step: ``step(model, microbatches)``, which makes one optimizer step on a rank's list of
@@ -216,7 +215,9 @@ def same_as_one(
 
 
 def _run(step: Any, model: Any, report: SameAsOne, shares: Sequence[Any]) -> list[_Step]:
-    """Return each simulated rank's step on its microbatches; note what cannot be compared."""
+    """Return each simulated rank's step on its microbatches; add notes on values that cannot be
+    compared.
+    """
     steps = [_Step() for _ in shares]
     backward: Any = Tensor.backward
 
@@ -290,7 +291,7 @@ def _labels(batch: Any, labels: str | int) -> Tensor | None:
 
 
 def _masked(batch: Any, labels: str | int, layout: Layout) -> Any:
-    """Return the batch with labels ignored as a layout says."""
+    """Return the batch with some labels ignored, as a layout requires."""
     own = batch[labels].clone()
     if layout.tokens == "none":
         own[len(own) - len(own) // layout.ranks :] = IGNORED
@@ -303,7 +304,7 @@ def _masked(batch: Any, labels: str | int, layout: Layout) -> Any:
 
 
 def _by_share(run: Any, shares: Sequence[Any], labels: str | int) -> list[_Step | None]:
-    """Return the step of one process on each share alone; None for one without tokens."""
+    """Return the step of one process on each share separately; None for a share without tokens."""
     tokens = [_labels(share, labels) for share in shares]
     return [
         None if own is not None and bool((own == IGNORED).all()) else run([[share]])[0]
@@ -321,7 +322,7 @@ def _is_close(actual: Tensor, expected: Tensor, scale: float) -> bool:
 
 
 def _scale(tensors: Mapping[str, Tensor], name: str) -> float:
-    """Return a tensor's largest magnitude, or a thousandth of the largest of all."""
+    """Return a tensor's largest magnitude, at least a thousandth of the largest of all tensors."""
     largest = max(float(t.abs().max()) for t in tensors.values() if t.numel())
     return max(float(tensors[name].abs().max()), largest / 1000)
 
@@ -332,7 +333,9 @@ def _difference(
     layout: Layout,
     by_share: Callable[[], Sequence[_Step | None]],
 ) -> str:
-    """Return the first tensor that differs from one process's, and why; empty if none does."""
+    """Describe the first tensor that differs from that of one process, and the likely reason; empty
+    if there is none.
+    """
     for rank, own in enumerate(steps):
         for name in one.used.keys() - own.used.keys():
             return f"there is no gradient of {name!r} on rank {rank}"

@@ -1,4 +1,4 @@
-"""A deterministic scheduler of threads: one runs at a time, in an order drawn from a seed, on a
+"""Deterministic scheduler of threads: one runs at a time, in an order drawn from a seed, on a
 virtual clock.
 
 It knows threads, waiting and time. Messages between ranks are in ``simulated.py``, locks and queues
@@ -63,7 +63,7 @@ _IDLE = 0.01
 
 
 def _processor_time(task: Task | None) -> float:
-    """Return the seconds that a task's thread has computed; 0 where that is not known."""
+    """Return the CPU seconds of a task's thread, 0 if unknown."""
     if task is None:
         return 0.0
     with suppress(OSError):  # not Linux, or it has just ended
@@ -133,8 +133,8 @@ class Scheduler:
     # For the caller of a simulation.
 
     def run(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Run function r as rank r's main thread until all have returned or one has raised; raise
-        its exception here.
+        """Run function r as rank r's main thread, until all have returned or one has raised;
+        re-raise its exception.
         """
         self._over.acquire()
         # Finalizers may wake threads. Automatic garbage collection would make the interleaving
@@ -178,9 +178,7 @@ class Scheduler:
     # For the threads.
 
     def spawn(self, function: Callable[[], None], name: str, yields: bool = True) -> Task:
-        """Start a thread of the calling thread's rank; ``yields`` tells whether it may run at
-        once.
-        """
+        """Start a thread of the calling thread's rank; with ``yields``, it may run immediately."""
         task = Task(self.calling().rank, name, False, function)
         self._start(task)
         if yields:
@@ -188,29 +186,27 @@ class Scheduler:
         return task
 
     def forget(self) -> None:
-        """Disown the calling thread, in a process that was forked from the simulation."""
+        """Forget the calling thread, in a process forked from the simulation."""
         self._current = None
 
     def ticket(self, what: str, collective: bool = False, call: Any = None) -> Ticket:
-        """Return a ticket for the calling thread. Outside of the run, it cannot wait with it, and
-        collectives are an error.
+        """Return a ticket for the calling thread. Outside of the run, it cannot be used to wait,
+        and collectives are an error.
         """
         return Ticket(
             self.calling() if collective or self.is_calling() else None, what, collective, call
         )
 
     def end(self, error: BaseException) -> NoReturn:
-        """End the run with ``error``: it unwinds the calling thread, and later the others, past all
-        handlers of exceptions.
+        """End the run with ``error``: the calling thread, and later the others, are unwound past
+        all exception handlers.
         """
         self._fail(error)
         self.calling().unwinding = True
         raise Unwind
 
     def refuse(self, kind: str, does: str, operation: str, advice: str = "") -> NoReturn:
-        """End the run, as the calling rank does something that it must not, or that is not
-        simulated.
-        """
+        """End the run with an error: the calling rank does something forbidden or not simulated."""
         file, line = call_site(sys._getframe(1))
         task = self.calling()
         text = f"rank {task.rank} {does} at {place(file, line)}{advice}"
@@ -221,7 +217,7 @@ class Scheduler:
         )
 
     def kill(self) -> NoReturn:
-        """End the calling thread and the others of its rank, as if the rank's process had been
+        """Stop the threads of the calling thread's rank, as if the rank's process had been
         killed.
         """
         task = self.calling()
@@ -233,7 +229,7 @@ class Scheduler:
         raise Unwind
 
     def grant(self, ticket: Ticket, value: Any = None) -> None:
-        """End a wait."""
+        """Complete a ticket, and make the thread waiting for it ready."""
         ticket.granted, ticket.value = True, value
         self._polls = 0
         if ticket.task is not None and ticket.task.ticket is ticket:
@@ -268,14 +264,14 @@ class Scheduler:
         return ticket.granted
 
     def sleep(self, seconds: float, what: str = "to sleep") -> None:
-        """Wait for virtual seconds."""
+        """Sleep for a number of virtual seconds."""
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds!r} to sleep must be 0 or more")
         self.yield_()
         self.wait(self.ticket(what), seconds, passes=True)
 
     def yield_(self, ends: bool = True, last: bool = False) -> None:
-        """Let any thread that can run go first. Outside of the run, this does nothing.
+        """Yield to any thread that can run. Outside of the run, this does nothing.
 
         Args:
             ends: whether the thread may be ended here once the run is over; False in calls by
@@ -297,7 +293,7 @@ class Scheduler:
             self._switch(task, ends)
 
     def poll(self) -> None:
-        """Yield in a call that only polls; many consecutive ones wake sleeping threads."""
+        """Yield in a polling call; many consecutive ones wake sleeping threads."""
         self._polls += 1
         if self._polls > _POLLS:
             passing = [
@@ -310,11 +306,13 @@ class Scheduler:
         self.yield_(last=True)  # a schedule that prefers the newest would let it poll for ever
 
     def is_calling(self) -> bool:
-        """Return whether the calling thread is one of the simulation's."""
+        """Return whether the calling thread belongs to the simulation."""
         return self._current is not None and self._current.ident == threading.get_ident()
 
     def calling(self) -> Task:
-        """Return the calling thread; raise SimulationError if it is not one of the simulation's."""
+        """Return the task of the calling thread; raise SimulationError if it does not belong to the
+        simulation.
+        """
         task = self._current
         if task is None or task.ident != threading.get_ident():
             raise SimulationError(
@@ -386,7 +384,7 @@ class Scheduler:
             self._ready.append(task)
 
     def _switch(self, task: Task, ends: bool = True) -> None:
-        """Let the next thread run until it is this one's turn again."""
+        """Run the next thread, until this task is scheduled again."""
         if not self._ending and not task.killed:
             following = self._pick()
             if following is None or following is task:
@@ -399,7 +397,7 @@ class Scheduler:
             raise Unwind
 
     def _pick(self) -> Task | None:
-        """Return the next task. Until it runs, finalizers must not switch."""
+        """Return the next task to run. Until it runs, finalizers must not switch threads."""
         self._switching = True
         while not self._ready and not self._ending:
             self._let_time_pass()
@@ -437,8 +435,8 @@ class Scheduler:
     # Time.
 
     def _let_time_pass(self) -> None:
-        """Advance the clock to the earliest deadline, as no thread can run; end the run if that
-        cannot help.
+        """Advance the clock to the earliest deadline, when no thread can run; end the run with an
+        error if that cannot help.
         """
         tickets = [task.ticket for task in self._tasks if task.ticket]
         if self._fires([ticket.deadline for ticket in tickets]):
@@ -466,8 +464,8 @@ class Scheduler:
         self._advance(min(ticket.deadline for ticket in timed))
 
     def _fires(self, deadlines: Sequence[float]) -> bool:
-        """Advance the clock to the timer and call its function, unless a deadline comes first;
-        return whether it was called.
+        """Fire the timer, unless a deadline is earlier: advance the clock and call its function;
+        return whether it fired.
         """
         moment, happen = self.timer
         if moment == math.inf or moment > min(deadlines, default=math.inf):

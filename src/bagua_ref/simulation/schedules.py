@@ -1,5 +1,5 @@
-"""Schedules of a small simulated world, its choices of the next thread, searched systematically;
-and faults of its ranks.
+"""Schedules of a small simulated world, systematically enumerated choices of the next thread; and
+faults of its ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REASON = "the program behaves differently than when this schedule was found"
 
 
 class Schedule:
-    """One order in which the threads of a simulated world run.
+    """A schedule: one order in which the threads of a simulated world run.
 
     By default a thread runs until it waits, and then the thread runs that became ready last. A
     deviation takes another one, as if the first had been interrupted.
@@ -48,7 +48,7 @@ class Schedule:
         return f"Schedule({self._choices})"
 
     def restart(self) -> None:
-        """Begin a run: the next choice is the first one."""
+        """Restart the schedule for a new run."""
         self._has_run = True
         self._others: list[int] = []
         """For each choice, the number of alternatives to the default."""
@@ -56,14 +56,14 @@ class Schedule:
         """The first choice to vary."""
 
     def begin(self) -> None:
-        """Keep `Schedules` from varying the choices of this run up to here; only the first call
+        """Mark the start of the choices that `Schedules` may vary; only the first call in a run
         counts.
         """
         if self._free is None:
             self._free = len(self._others)
 
     def choose(self, ready: int) -> int:
-        """Return the index of the thread to run next, of ``ready`` threads in the order in which
+        """Return the index of the thread to run next, among ``ready`` threads in the order in which
         they became ready.
 
         Raises:
@@ -83,7 +83,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Return the schedule of ``str(schedule)``.
+        """Parse the text of ``str(schedule)``.
 
         Raises:
             ValueError: it is not "default", ``seed:number`` or ``place:choice,place:choice,...``
@@ -114,11 +114,11 @@ class Schedule:
         )
 
     def places(self) -> list[int]:
-        """Return the places of the choices that are not the default."""
+        """Return the indices of non-default choices."""
         return [place for place, choice in enumerate(self._choices) if choice]
 
     def only(self, places: Collection[int]) -> Schedule:
-        """Return the schedule with the deviations at these places only."""
+        """Return a copy of the schedule that keeps only the deviations at these indices."""
         last = max(places, default=-1)
         return Schedule(
             [
@@ -128,11 +128,11 @@ class Schedule:
         )
 
     def deviations(self) -> int:
-        """Return the number of choices that are not the default."""
+        """Return the number of non-default choices."""
         return len(self.places())
 
     def variants(self) -> Iterator[Schedule]:
-        """Yield, after a run, the schedules that deviate from it once, after its last deviation.
+        """Yield, after a run, the schedules with one further deviation, later than its last.
 
         Raises:
             SimulationError: there was no run, or it was over before the last choice.
@@ -152,7 +152,7 @@ class Schedule:
 
 
 class SeededSchedule(Schedule):
-    """A schedule whose choices are drawn from a seed during the run.
+    """A schedule of random choices, drawn from a seed during the run.
 
     Args:
         seed: of the choices.
@@ -166,20 +166,20 @@ class SeededSchedule(Schedule):
         return f"seed:{self.seed}"
 
     def restart(self) -> None:
-        """Begin a run: draw the same choices again."""
+        """Restart the schedule for a new run with the same random choices."""
         super().restart()
         self._choices = []
         self._drawn = random.Random(self.seed)  # noqa: S311 # to repeat an order, not to hide one
 
     def choose(self, ready: int) -> int:
-        """Draw the index of the thread to run next, and keep the choice."""
+        """Draw the index of the thread to run next, and record the choice."""
         if ready > 1:
             self._choices.append(int(self._drawn.random() * ready))
         return super().choose(ready)
 
 
 class Schedules:
-    """The schedules of a small program, depth first: each of them once, up to a number of
+    """Enumeration of the schedules of a small program, depth first: each once, up to a number of
     deviations.
 
     A program of two ranks that each do a handful of things has thousands of schedules, a training
@@ -228,8 +228,8 @@ class Schedules:
         self.runs, self.complete, self.exhausted = 0, False, False
 
     def take(self) -> Schedule | None:
-        """Return the next schedule to run; None if there is none now. Several may be running at a
-        time.
+        """Return the next schedule to run; None if there is none at present. Several may be running
+        at a time.
         """
         if not self._waiting or self.runs + self._running >= self._limit:
             return None
@@ -237,7 +237,7 @@ class Schedules:
         return self._waiting.pop()
 
     def add_variants(self, schedule: Schedule) -> None:
-        """Go on with the variants of a schedule, or of its copy, that has been run."""
+        """Add the variants of a schedule that has been run, or of its copy, to the search."""
         self._running -= 1
         self.runs += 1
         if self._deviations is None or schedule.deviations() < self._deviations:
@@ -250,7 +250,7 @@ class Schedules:
 
 @dataclass
 class Fault:
-    """A fault of one rank, from one of its communications on.
+    """A fault of one rank, effective from one of its communications on.
 
     Args:
         kind: ``"kill"``: the rank's process ends; ``"stop"``: it does nothing for longer than the
@@ -270,7 +270,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Return the fault of ``str(fault)``; raise ValueError if it is none."""
+        """Parse the text of ``str(fault)``; raise ValueError if it is invalid."""
         parts = re.fullmatch(rf"({'|'.join(FAULTS)}):([0-9]+):([0-9]+)", text)
         if parts is None:
             raise ValueError(
@@ -280,8 +280,8 @@ class Fault:
         return cls(parts[1], int(parts[2]), int(parts[3]))
 
     def strike(self, call: Call, rank: int, number: int, groups: Iterable[SimulatedGroup]) -> None:
-        """Let the fault happen, if it is time, before the calling rank's communication ``number``;
-        ``groups`` are those known.
+        """Apply the fault if it is due, before the calling rank's communication ``number``;
+        ``groups`` are the existing ones.
         """
         scheduler = call.group.scheduler
         scheduler.timeouts_fire = True
@@ -297,7 +297,7 @@ class Fault:
                 call.group.give_up(reason)
 
     def leave(self, rank: int, groups: Iterable[SimulatedGroup], reason: str) -> None:
-        """Close a rank's connections, as the end of its process does: its groups' operations raise
+        """Close a rank's connections, like the end of its process: operations of its groups raise
         on the other ranks.
         """
         self._gone[rank] = f"connection closed by peer: {reason}"

@@ -1,5 +1,5 @@
-"""The threads of a simulation: what they wait for, their rank's part of the process's state, and
-the user's lines that they run.
+"""Threads of a simulation: their waits, their rank's part of the process's state, and the lines of
+user code that they run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _this_core: Any = (
 
 
 class Unwind(BaseException):
-    """Ends a waiting thread once the run is over."""
+    """Raised in a waiting thread to end it once the run is over."""
 
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One thread's wait for one thing.
+    """Ticket for a single wait of one thread.
 
     Attributes:
         what: the words that follow "rank 3 waits " in messages.
@@ -64,8 +64,8 @@ class Ticket:
 
 @dataclass(eq=False, repr=False)
 class Task:
-    """A scheduled thread; ``rank`` is the rank that it belongs to, ``thread`` its name, or empty
-    for the rank's main thread.
+    """A scheduled thread; ``rank`` is its rank, ``thread`` its name, or empty for the rank's main
+    thread.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class Task:
         return f"rank {self.rank}" if self.is_main else f"rank {self.rank}'s thread {self.name!r}"
 
     def wait_for_turn(self, let_another_run: Callable[[], None] = lambda: None) -> None:
-        """Let the calling thread, which is the task's, wait until it may run."""
+        """Block the calling thread, which must be the task's, until it is scheduled."""
         # asked before another thread can change them
         cores = os.sched_getaffinity(0) if _this_core else ()
         self.system_id = threading.get_native_id()
@@ -102,8 +102,8 @@ class Task:
                 os.sched_setaffinity(0, cores)
 
     def give_turn(self) -> None:
-        """Let the task's thread run. Until it does, it is kept on this core, as waking another one
-        takes as long as most turns.
+        """Resume the task's thread, pinned to this core until it runs, as waking another core takes
+        as long as most turns.
         """
         if self.system_id and _this_core:
             with suppress(OSError):
@@ -112,8 +112,7 @@ class Task:
 
 
 class RankState:
-    """The part of the process's global state of which each rank has its own: torch's CPU generator
-    and Python's `random`.
+    """A rank's own copy of process-wide state: torch's CPU generator and Python's `random`.
 
     A rank's state is saved when another rank goes on, and restored before the rank goes on. All
     ranks start with the caller's.
@@ -123,20 +122,20 @@ class RankState:
         RankState.save(self)
 
     def save(self) -> None:
-        """Take the state from the process."""
+        """Copy the state from the process."""
         self._torch, self._python = torch.default_generator.get_state(), random.getstate()
 
     def restore(self) -> None:
-        """Put the state into the process."""
+        """Restore the state in the process."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
 
     def resumed(self) -> None:
-        """Prepare the calling thread, which goes on after another one."""
+        """Prepare the calling thread when it resumes after another one."""
 
 
 def blocked(task: Task) -> RankCall:
-    """Return where a waiting thread is, and for whom it waits."""
+    """Return the call in which a thread waits, with the ranks that it waits for."""
     ticket, site = task.ticket, call_site(sys._current_frames().get(task.ident or 0))
     assert ticket is not None
     facts = (
@@ -151,7 +150,7 @@ def who_waits(
     tasks: Iterable[Task], returned: Sequence[int], steps: Mapping[int, int | None]
 ) -> str:
     """Describe each waiting rank with its call, and the ranks that have ``returned``: those in
-    ``steps`` as `describe_ends`.
+    ``steps`` as in `describe_ends`.
     """
     waits: dict[str, list[int]] = {}
     for task in sorted(tasks, key=lambda task: task.rank):
@@ -181,8 +180,8 @@ PROGRAMS: set[str] = set()
 
 @functools.cache
 def is_user_code(file: str) -> bool:
-    """Return whether a file is a program that ranks run, or belongs neither to Python, nor to an
-    installed package, nor to this one.
+    """Return whether a file is user code: a program of the ranks, or a file outside of Python,
+    installed packages and this package.
     """
     if file in PROGRAMS:
         return True
@@ -194,13 +193,13 @@ def is_user_code(file: str) -> bool:
 
 @functools.cache
 def _has_packages(folder: Path) -> bool:
-    """Return whether packages have been installed into a folder."""
+    """Return whether a folder contains installed packages."""
     return folder.name in ("site-packages", "dist-packages") or any(folder.glob("*.dist-info"))
 
 
 def call_site(frame: FrameType | None) -> tuple[str, int]:
-    """Return file and line of the innermost frame of the user's code, from ``frame`` outwards; ("",
-    0) if there is none.
+    """Return file and line of the innermost user frame, from ``frame`` outwards; ("", 0) if there
+    is none.
     """
     while frame is not None:
         if is_user_code(frame.f_code.co_filename):
@@ -213,7 +212,7 @@ _TRANSPARENT = ("distributed_c10d.py", "c10d_logger.py", "contextlib.py")
 
 
 def is_called_directly(frame: FrameType | None) -> bool:
-    """Return whether the user's code calls torch's collective itself, not by a library such as
+    """Return whether user code calls torch's collective directly, not through a library such as
     torch's own Join.
     """
     while frame is not None and not is_user_code(frame.f_code.co_filename):
@@ -225,21 +224,21 @@ def is_called_directly(frame: FrameType | None) -> bool:
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Return whether a tensor is a `torch.distributed.tensor.DTensor`, whose module is imported
-    only by programs that use it: that takes a second.
+    """Return whether a tensor is a `torch.distributed.tensor.DTensor`, without importing its
+    module, which takes a second.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def place(file: str, line: int) -> str:
-    """Return a line of a file as text."""
+    """Format a file and line as text."""
     return f"{file}:{line}" if file else "an unknown line"
 
 
 def raise_site(error: BaseException) -> tuple[str, int]:
-    """Return file and line of the innermost frame of the user's code in an exception's traceback,
-    or of any frame.
+    """Return file and line of the innermost user frame in an exception's traceback, or of its
+    innermost frame.
     """
     sites = [
         (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)

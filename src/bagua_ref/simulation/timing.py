@@ -1,5 +1,5 @@
-"""Time on simulated ranks: operations take that of S14 on the virtual clock, and compute what is
-given or measured.
+"""Time on simulated ranks: operations take that of S14 on the virtual clock, and compute times are
+specified or measured.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Timeline:
     messages: Counter[Message] = field(default_factory=Counter)
 
     def exposed_seconds(self, rank: int, began: float, ended: float) -> float:
-        """Return how long a rank's main thread only waits, between two times."""
+        """Return the time that a rank's main thread spends waiting, between two times."""
         waits = (
             span
             for span in self.spans
@@ -83,8 +83,8 @@ class Timeline:
         return sum(max(0.0, min(span.ended, ended) - max(span.began, began)) for span in waits)
 
     def per_step(self) -> tuple[float, float]:
-        """Return the seconds of an optimizer step of the slowest rank, and the exposed
-        communication in it, a mean over ranks.
+        """Return the seconds of an optimizer step on the slowest rank, and its exposed
+        communication, averaged over ranks.
 
         Both are medians over steps, but for the first, which contains the start. Without steps,
         both are of the whole run.
@@ -127,8 +127,8 @@ class Timeline:
 
 @contextmanager
 def after_steps(before: Callable[[Any], None], after: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``before(optimizer)`` and ``after(optimizer)`` around each rank's optimizer steps that
-    are not inside another; with a closure, ``before`` is called when it has made the gradients.
+    """Call ``before(optimizer)`` and ``after(optimizer)`` around each rank's outermost optimizer
+    steps; with a closure, ``before`` follows its computation of gradients.
     """
     stepping: dict[int, list[Any]] = {}
 
@@ -174,7 +174,7 @@ def after_steps(before: Callable[[Any], None], after: Callable[[Any], None]) -> 
 
 @dataclass(eq=False)
 class _Transfer:
-    """An operation on its way.
+    """An operation in progress on the links.
 
     Attributes:
         rounds: that have not begun, of global ranks.
@@ -199,7 +199,7 @@ class _Transfer:
 
 
 class _Wires:
-    """The links, and the operations under way on them.
+    """The links, and the operations in progress on them.
 
     A round takes the time of S14.2 for the bytes of all rounds that share a link with it (S14.5).
     When another begins or ends, the part that is left goes on at the new speed.
@@ -211,7 +211,7 @@ class _Wires:
         self._on: dict[Wire, dict[_Transfer, int]] = {}
 
     def start(self, transfer: _Transfer) -> None:
-        """Begin an operation, now or when those before it in its queue have ended."""
+        """Start an operation, immediately or after its predecessors in its queue."""
         if transfer.queue is not None:
             transfer.queue.append(transfer)
         if transfer.queue is None or len(transfer.queue) == 1:
@@ -220,8 +220,8 @@ class _Wires:
     def _proceed(
         self, transfers: list[_Transfer], now: float, touched: dict[_Transfer, None]
     ) -> None:
-        """Begin the next round of these, or end those that have none; ``touched`` shared links with
-        rounds that have ended.
+        """Start the next round of each transfer, or finish it after its last one; ``touched``:
+        transfers that shared links with finished rounds.
         """
         while transfers:
             transfer = transfers.pop(0)
@@ -355,7 +355,7 @@ class Timing:
         self._mark()  # moving the data is no compute of the rank
 
     def _wait(self, ticket: Ticket, over: bool) -> None:
-        """Note when a thread begins and ends to wait."""
+        """Record the start and end of a thread's wait."""
         task = self._scheduler.calling()
         if not over:
             if ticket.what != _COMPUTING:
@@ -409,7 +409,7 @@ class Timing:
             self._depth[current_world().identity.rank] -= 1
 
     def _reached(self, rank: int, seconds: float, gradient: Tensor) -> None:
-        """Spend the backward time of a parameter whose gradient has arrived."""
+        """Spend the backward time of a parameter whose gradient has been computed."""
         seconds = min(seconds, self._owed[rank])
         self._owed[rank] -= seconds
         self._spend(seconds)

@@ -1,5 +1,5 @@
-"""`torch.distributed` over simulated ranks: what `SimulatedWorld(n, torch_distributed=True)` puts
-in place of gloo.
+"""`torch.distributed` on simulated ranks: the replacement of gloo in `SimulatedWorld(n,
+torch_distributed=True)`.
 
 Each rank is like a process: it has its own environment (that of torchrun), arguments, random
 generators, ``__main__``, modules of the user that it imports during the run, groups, threads and
@@ -121,7 +121,7 @@ class ProcessState(RankState):
             self._numpy = np.random.MT19937(identity.rank)
 
     def save(self) -> None:
-        """Take the state from the process."""
+        """Copy the state from the process."""
         super().save()
         self._save_references()
         for name in self.modules:
@@ -134,7 +134,7 @@ class ProcessState(RankState):
         }
 
     def restore(self) -> None:
-        """Put the state into the process."""
+        """Restore the state in the process."""
         super().restore()
         _numpy_random.set_bit_generator(self._numpy)
         for name, (owner, attribute) in _places().items():
@@ -160,7 +160,7 @@ def _places() -> dict[str, tuple[Any, str]]:
 
 
 def _variables(identity: Identity) -> dict[str, Any]:
-    """Return the variables that torch's launcher sets."""
+    """Return the environment variables that torch's launcher sets."""
     return {
         "RANK": identity.rank,
         "WORLD_SIZE": identity.world_size,
@@ -174,14 +174,14 @@ def _variables(identity: Identity) -> dict[str, Any]:
 
 
 def rank_states(identities: Sequence[Identity]) -> list[ProcessState]:
-    """Return each rank's part of the process's state."""
+    """Return the `ProcessState` of each rank."""
     torch_hooks.check_version()
     return [ProcessState(identity) for identity in identities]
 
 
 def run_process(world: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)`` of one rank, as the main function of a process; wait for its
-    threads. Exit code 0 gives None.
+    """Run ``function(*args)`` of one rank like the main function of a process, and wait for its
+    threads; return the result, None for exit code 0.
     """
     world.main_thread = threading.Thread(name="MainThread", daemon=False)
     with as_current_thread(world.main_thread):
@@ -199,8 +199,8 @@ def run_process(world: Any, function: Callable[..., Any], *args: Any) -> Any:
 def simulated_torch(
     scheduler: Scheduler, network: SimulatedNetwork, states: Sequence[ProcessState]
 ) -> Iterator[None]:
-    """Make torch.distributed that of the simulated ranks, for the threads of a scheduler, while the
-    context lasts.
+    """Replace torch.distributed by the simulated one, for a scheduler's threads, for the duration
+    of the context.
     """
     outside = ProcessState(None)
 
@@ -255,7 +255,7 @@ def simulated_torch(
 
 
 def _restore_environment(states: Sequence[ProcessState]) -> None:
-    """Undo the ranks' changes in the process's own environment, which C code reads."""
+    """Undo the ranks' changes to the process's real environment, which C code reads."""
     for name in {name for state in states for name in state.values["environment"]} | set(
         _environ._data
     ):

@@ -1,4 +1,4 @@
-"""Programs written for GPUs on simulated ranks, which compute on the CPU: ``bagua-ref sim
+"""Support for GPU programs on simulated ranks, which compute on the CPU: ``bagua-ref sim
 --cpu``.
 """
 
@@ -23,7 +23,7 @@ _DEVICE = re.compile(r"(cuda|xpu|mps|hpu|npu|accelerator|cpu)(:\d+)?")
 
 
 class Devices(TorchFunctionMode):
-    """Maps the devices that torch's functions get to the CPU."""
+    """Function mode that replaces devices in torch's calls by the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -48,7 +48,7 @@ def _mapped(value: Any) -> Any:
 
 
 def _without_indices(values: Sequence[Any]) -> list[Any]:
-    """Return arguments of ``to`` with the CPU for the index of a device."""
+    """Return the arguments of ``to`` with a device index replaced by the CPU."""
     return ["cpu" if type(value) is int else value for value in values]
 
 
@@ -64,7 +64,7 @@ def _nothing(*args: Any, **options: Any) -> None:
 
 
 class _Event:
-    """A CUDA event on a rank without one: everything before it has happened."""
+    """A CUDA event on a rank without CUDA: all earlier work is already complete."""
 
     record = wait = synchronize = _nothing
 
@@ -141,8 +141,8 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 def replace_cuda(replacements: Replacements) -> None:
-    """Replace the functions of ``torch.cuda`` and ``torch.accelerator``, and what DDP and process
-    groups do with devices.
+    """Replace the functions of ``torch.cuda`` and ``torch.accelerator``, and the device handling of
+    DDP and process groups.
     """
 
     def without_devices(original: Any, *args: Any, **options: Any) -> Any:

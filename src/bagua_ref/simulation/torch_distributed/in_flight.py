@@ -1,6 +1,4 @@
-"""Tensors of operations under way: every read and write that comes before ``wait()`` is an error at
-its line.
-"""
+"""Tensors of operations in flight: any read or write before ``wait()`` is an error at its line."""
 
 from __future__ import annotations
 
@@ -43,19 +41,20 @@ _BYTE = 0x5A
 
 
 class _Mode(TorchDispatchMode):
-    """A mode that `torch.compile` leaves aside."""
+    """Base of dispatch modes that `torch.compile` ignores."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True: `torch.compile` compiles as without this mode."""
+        """Return True, so that `torch.compile` ignores this mode."""
         return True
 
 
 class WatchedOperations(_Mode):
-    """Ends the run where the calling thread touches a tensor of one of its rank's works too early.
+    """Mode that ends the run when the calling thread accesses a tensor of one of its rank's
+    operations in flight.
 
     What an operation sends must not be written, and what it receives neither read nor written, from
     its start until its work is waited for, is found completed or is dropped.
@@ -72,7 +71,9 @@ class WatchedOperations(_Mode):
 
 
 class FilledMemory(_Mode):
-    """Fills the tensors of ``torch.empty`` and its like with bytes that fresh memory hardly has."""
+    """Mode that fills the tensors of ``torch.empty`` and similar functions with bytes that are
+    unlikely in fresh memory.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ in _TRANSPARENT for kind in types):
@@ -90,7 +91,7 @@ class FilledMemory(_Mode):
 
 
 def _is_own() -> bool:
-    """Return whether the simulator, or an algorithm of this package, is at work."""
+    """Return whether the simulator, or an algorithm of this package, is the caller."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_PASSED):
         frame = frame.f_back
@@ -105,7 +106,7 @@ def _only_metadata(func: Any) -> bool:
 def _touched(
     func: Any, args: Sequence[Any], options: dict[str, Any]
 ) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the tensors among an operation's arguments, and whether it writes them."""
+    """Yield each tensor among an operation's arguments, and whether the operation writes it."""
     for number, argument in enumerate(func._schema.arguments):
         value = args[number] if number < len(args) else options.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
@@ -121,7 +122,7 @@ def _check(tensor: Tensor, is_written: bool, operation: str) -> None:
 
 
 def replace_readers(replacements: Replacements) -> None:
-    """Check also what reads tensors without operations of torch."""
+    """Also check methods that read tensors without torch operations."""
 
     def read(original: Any, tensor: Any, *args: Any, **options: Any) -> Any:
         if type(tensor) in _PLAIN:

@@ -56,11 +56,13 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return f"SimulatedProcessGroup({self.group.name!r}, rank {self.rank()} of {self.size()})"
 
     def name(self) -> str:
-        """Return gloo's name, for which callers ask."""
+        """Return the name of gloo, as some callers depend on it."""
         return "gloo"
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return another name to C++ code, which would expect an object of gloo's class."""
+        """Return a name other than gloo's to C++ code, which would expect an object of gloo's
+        class.
+        """
         return "simulated"
 
     @property
@@ -72,7 +74,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.group.name
 
     def _set_group_name(self, name: str) -> None:
-        """Keep the name under which the ranks connected."""
+        """Ignore the name: the group keeps the one under which the ranks connected."""
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -91,13 +93,13 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Do nothing: there are no connections."""
 
     def abort(self) -> None:
-        """Make the operations of all ranks raise, including those in progress."""
+        """Abort the group: operations of all ranks raise, including those in progress."""
         self.group.give_up(
             f"rank {self.group.ranks[self.rank()]} aborted group {self.group.name!r}"
         )
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the virtual seconds that a call waits for other ranks."""
+        """Set the limit of waits for other ranks, in virtual seconds."""
         self.group.timeout = timeout.total_seconds()
 
     # Collectives: what each rank receives, as a function of what all ranks send.
@@ -266,8 +268,8 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks; raise RuntimeError after ``timeout`` virtual seconds, with the ranks
-        that did not come.
+        """Wait for all ranks; after ``timeout`` virtual seconds, raise RuntimeError with the
+        missing ranks.
         """
         self.group.scheduler.yield_()
         call = Call(self.group, self.rank(), "monitored_barrier()", None, None)
@@ -320,7 +322,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         described: Sequence[Tensor] | None = None,
         result: list[Tensor] | None = None,
     ) -> SimulatedWork:
-        """Post a collective; wait for it if ``opts`` says so.
+        """Start a collective; wait for it if ``opts`` says so.
 
         Args:
             operation: its name and the arguments on which all ranks must agree.
@@ -368,7 +370,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def _of_root(self, name: str, lists: Any, like: Tensor, root: int) -> list[Tensor]:
-        """Return the tensors, one per rank, that only the root of a collective passes."""
+        """Return the list of tensors, one per rank, that only the root of a collective passes."""
         if self.rank() != root:
             return []
         _check(name, lists[0], [like] * self.size())
@@ -402,23 +404,23 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _combined(sends: Lists, op: ReduceOp) -> list[Tensor]:
-    """Return the i-th tensors of all ranks combined, for each i."""
+    """Return the reduction over ranks of the i-th tensors, for each i."""
     return [collectives.combine(column, op) for column in zip(*sends, strict=True)]
 
 
 def _columns(sends: Lists) -> list[Tensor]:
-    """Return the first tensor of each rank, then the second ones, and so on."""
+    """Return all ranks' tensors: the first of each rank, then the second ones, and so on."""
     return [tensor for column in zip(*sends, strict=True) for tensor in column]
 
 
 def _listed(tensors: Any) -> list[Tensor]:
-    """Return one tensor, or a sequence of them, as a list."""
+    """Return a list of one tensor, or of a sequence of tensors."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _reduction(opts: Any) -> ReduceOp:
-    """Return the reduction of a call's options, or the one given in their place; SUM if there is
-    none.
+    """Return the reduction operator of a call's options, or the operator passed instead; SUM by
+    default.
     """
     op: Any = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     try:
@@ -431,13 +433,13 @@ def _reduction(opts: Any) -> ReduceOp:
 
 
 def _describe(tensor: Tensor) -> str:
-    """Return dtype and shape of a tensor, for messages."""
+    """Return dtype and shape of a tensor as text, for messages."""
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
 def _check(name: str, tensors: Sequence[Tensor], likes: Sequence[Tensor | None]) -> None:
-    """Raise ValueError unless there are as many tensors as in ``likes``, with their dtypes and
-    shapes, which may be any where that has None.
+    """Raise ValueError unless tensors match ``likes`` in number, dtype and shape; None there
+    matches any tensor.
     """
     if len(tensors) != len(likes):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a simulated rank does with its process: threads, locks and clocks, other processes, signals,
+"""Process-level features of a simulated rank: threads, locks and clocks, other processes, signals,
 and modules.
 
 What belongs to the process is replaced for the time of a run. Threads that the user's modules or
@@ -73,7 +73,7 @@ _POOLS = {
 
 
 class Replacements(ExitStack):
-    """Attributes of modules and classes that are replaced while this context lasts.
+    """Context in which attributes of modules and classes are replaced.
 
     Args:
         is_simulated: whether the calling thread is a simulated rank's; others use what was there
@@ -105,8 +105,8 @@ class Replacements(ExitStack):
 
 
 def calling_frame(*modules: str) -> FrameType:
-    """Return the innermost frame of a module that is neither here nor, by the ends of their files'
-    names, in ``modules``.
+    """Return the innermost frame of a module other than this one and ``modules``, which are matched
+    by the ends of file names.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename.endswith((__file__, *modules)) and frame.f_back is not None:
@@ -115,13 +115,13 @@ def calling_frame(*modules: str) -> FrameType:
 
 
 def is_called_by_user(*modules: str) -> bool:
-    """Return whether that frame is one of the user's code."""
+    """Return whether `calling_frame` is one of user code."""
     return is_user_code(calling_frame(*modules).f_code.co_filename)
 
 
 def replace_threads(replacements: Replacements, scheduler: Scheduler) -> None:
-    """Schedule the user's threads, and those of executors; make their locks, queues and joins let
-    other threads go on.
+    """Replace the start of user threads and executors' threads, so that they are scheduled; their
+    locks, queues and joins yield to other threads.
     """
 
     def start(original: Callable[..., None], thread: threading.Thread) -> None:
@@ -165,7 +165,7 @@ def _cached(original: Any, cached: Any, instance: Any, owner: Any = None) -> Any
 
 
 def replace_compiler(replacements: Replacements, scheduler: Scheduler) -> None:
-    """Let other ranks go on while one compiles."""
+    """Yield to other ranks while one compiles."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     if compiler is None:
         return
@@ -175,8 +175,8 @@ def replace_compiler(replacements: Replacements, scheduler: Scheduler) -> None:
 
 
 def _make_lock(scheduler: Scheduler, reentrant: bool, original: Callable[[], Any]) -> Any:
-    """Return the lock that the calling code gets: one for each rank, but a real one where a library
-    makes it for threads that are not simulated.
+    """Return a lock for the calling code: one per rank, but a real one for a library's threads that
+    are not simulated.
     """
     caller = calling_frame()
     condition = caller.f_locals.get("self") if caller.f_code.co_name == "wait" else None
@@ -193,7 +193,7 @@ def _make_lock(scheduler: Scheduler, reentrant: bool, original: Callable[[], Any
 
 
 class RankLock:
-    """A lock that the ranks of a simulation share: each has its own, as in a process of its own.
+    """A lock shared by the ranks of a simulation: each rank has its own, as in a separate process.
 
     Threads that are not simulated exclude each other, and all ranks.
 
@@ -253,8 +253,8 @@ class RankLock:
 
 
 class _RankBlock(SimulatedLock):
-    """One rank's part of a library's lock. Taking a free one lets no other thread run: libraries do
-    so while they import their modules.
+    """One rank's part of a library's lock. Acquiring a free one does not switch threads, as
+    libraries do so while they import their modules.
     """
 
     def __init__(self, scheduler: Scheduler, lock: RankLock) -> None:
@@ -298,9 +298,8 @@ _LOCKING = (logging, warnings)
 
 @functools.lru_cache(maxsize=1)
 def library_locks(modules: int) -> list[tuple[Any, str, RankLock]]:
-    """Return a lock for each rank in place of those that installed packages, logging and warnings
-    keep in their modules: owners, names and locks. They are looked for again when the number of
-    modules is another one.
+    """Return per-rank replacements of the locks in modules of installed packages, logging and
+    warnings: owners, names and locks. ``modules``, the number of modules, invalidates the cache.
     """
     kinds = (type(threading.Lock()), type(threading.RLock()))
     found = [
@@ -315,7 +314,7 @@ def library_locks(modules: int) -> list[tuple[Any, str, RankLock]]:
 
 
 def _is_made_by_user() -> bool:
-    """Return whether a lock or queue is made by the user's code, or by an executor of threads."""
+    """Return whether the creator of a lock or queue is user code or a thread executor."""
     frame = calling_frame(*_LOCKS)
     while "concurrent" in frame.f_code.co_filename and frame.f_back is not None:
         # A real thread waits for the processes of such a pool.
@@ -358,7 +357,7 @@ def _start(scheduler: Scheduler, thread: threading.Thread) -> None:
 
 @contextmanager
 def as_current_thread(thread: threading.Thread) -> Iterator[None]:
-    """Make ``thread`` the one that `threading.current_thread` returns here."""
+    """Make `threading.current_thread` return ``thread`` in this context."""
     ident = threading.get_ident()
     carrier = _threading._active[ident]
     _threading._active[ident] = thread
@@ -370,8 +369,8 @@ def as_current_thread(thread: threading.Thread) -> Iterator[None]:
 
 
 def end_threads(threads: list[threading.Thread]) -> None:
-    """Wait for a rank's threads as a process does at its end: for those that are not daemons, and
-    for executors' work.
+    """Wait for a rank's threads like a process at its exit: non-daemon threads, and executors'
+    pending work.
     """
     for thread in threads:
         if getattr(thread, "_target", None) is concurrent.futures.thread._worker:
@@ -383,7 +382,7 @@ def end_threads(threads: list[threading.Thread]) -> None:
 
 
 def replace_clocks(replacements: Replacements, scheduler: Scheduler) -> None:
-    """Make Python's clocks virtual, and sleeping take virtual time."""
+    """Replace Python's clocks by virtual ones; sleeping takes virtual time."""
 
     def now(start: float) -> float:
         if is_called_by_user():
@@ -481,9 +480,7 @@ def replace_processes(replacements: Replacements, scheduler: Scheduler) -> None:
 
 
 def silence_profiler(replacements: Replacements) -> None:
-    """Let torch's profiler record nothing: a process has one, which two ranks cannot use at a
-    time.
-    """
+    """Disable torch's profiler: a process has only one, which two ranks cannot use at a time."""
 
     def no_result(original: Any) -> Any:
         def save(path: str) -> None:
@@ -500,7 +497,9 @@ def silence_profiler(replacements: Replacements) -> None:
 
 
 def separate_logging(replacements: Replacements) -> None:
-    """Give each rank the handlers of the process's loggers, and those that it adds itself."""
+    """Separate the logging handlers of each rank: a copy of the process's, and those that it adds
+    itself.
+    """
     lists: dict[tuple[int, logging.Logger], list[logging.Handler]] = {}
 
     def get(logger: logging.Logger) -> list[logging.Handler]:
@@ -533,8 +532,8 @@ def separate_logging(replacements: Replacements) -> None:
 
 
 class UserModules(importlib.abc.MetaPathFinder):
-    """Finds the user's modules for a rank, which gets its own copy of each that is imported during
-    the run.
+    """Import finder for user modules; each rank gets its own copy of a module imported during the
+    run.
 
     Args:
         modules_of_rank: returns the calling rank's modules by name.
@@ -546,7 +545,7 @@ class UserModules(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> Any:
-        """Find a module as Python does; note it if it is the user's."""
+        """Find a module as Python does; register user modules for the rank."""
         modules = self._modules_of_rank()
         if modules is None:
             return None
@@ -564,7 +563,7 @@ class UserModules(importlib.abc.MetaPathFinder):
 
 
 def run_script(path: str, arguments: Sequence[str] = ()) -> None:
-    """Run a script as a simulated rank's main program: with its own ``__main__``, arguments and
+    """Run a script as a simulated rank's main program, with its own ``__main__``, arguments and
     modules.
 
     Args:

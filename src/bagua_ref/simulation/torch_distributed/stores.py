@@ -102,7 +102,7 @@ class SimulatedStore(Store):
 
     @property
     def path(self) -> str:
-        """Address and prefix."""
+        """The address and prefix of the keys."""
         return f"{self._address}/{self._prefix}"
 
     # What TCPStore and PrefixStore have.
@@ -136,7 +136,7 @@ class SimulatedStore(Store):
         return self._client(self._prefix)
 
     def has_extended_api(self) -> bool:
-        """Return True: appends and operations on several keys are there."""
+        """Return True: appends and operations on several keys are supported."""
         return True
 
     # What waits.
@@ -151,16 +151,14 @@ class SimulatedStore(Store):
         return [self.get(key) for key in keys]
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Remove and return the first item of a queue, which is waited for unless ``block`` is
-        False.
-        """
+        """Remove and return the first item of a queue; with ``block``, wait for it."""
         is_ready = lambda: not block or self._store.queue_len(key) > 0  # noqa: E731
         self._wait_until(is_ready, f"for the store's queue {key!r}", self._timeout)
         return self._store.queue_pop(key, False)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set; raise DistStoreError after ``timeout``, or the store's, of
-        virtual time.
+        """Wait until all keys are set; raise DistStoreError after ``timeout`` of virtual time, by
+        default the store's.
         """
         what = f"for the store's key {', '.join(self._prefix + key for key in keys)}"
         self._wait_until(lambda: self._store.check(list(keys)), what, timeout or self._timeout)
@@ -180,8 +178,8 @@ class SimulatedStore(Store):
                 )
 
     def _pass_on(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call a method that never waits, and wake the threads that may have waited for the keys
-        that it wrote.
+        """Call a method that never blocks, and wake the threads that may be waiting for keys
+        written by it.
         """
         self._scheduler.poll() if name == "check" else self._scheduler.yield_()
         result = getattr(self._store, name)(*args, **options)

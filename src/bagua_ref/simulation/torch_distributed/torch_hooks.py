@@ -1,4 +1,5 @@
-"""The private parts of torch that the simulated `torch.distributed` uses or replaces, all of them.
+"""The private parts of torch that the simulated `torch.distributed` uses or replaces, collected in
+one place.
 
 They are replaced only during a run, and let other threads than the simulated ones pass through.
 """
@@ -57,9 +58,7 @@ def check_version() -> None:
 
 
 class GroupState:
-    """One rank's state of process groups, in place of torch's `_World`, which has one for the whole
-    process.
-    """
+    """One rank's process-group state, in place of torch's process-wide `_World`."""
 
     def __init__(self) -> None:
         self.default_pg, self.group_count, self.comms = None, 0, []  # type: Any, int, list[Any]
@@ -68,7 +67,7 @@ class GroupState:
 
     @property
     def pg_config_info(self) -> list[dict[str, Any]]:
-        """Facts about all groups, as torch lists them."""
+        """The configuration of all groups, as torch lists it."""
         return distributed_c10d._World.pg_config_info.fget(self)  # type: ignore[attr-defined,no-any-return]
 
 
@@ -80,7 +79,7 @@ class GroupNames(dict[str, Any]):
         self._threads = threading.local()
 
     def register_in_thread(self) -> None:
-        """Bring the calling thread's registry, which C++ code reads, up to date."""
+        """Update the calling thread's registry of groups, which C++ code reads."""
         if getattr(self._threads, "names", {}) != self:
             self._threads.names = dict(self)
             _c10d._unregister_all_process_groups()
@@ -169,7 +168,7 @@ def replace(
 
 
 def hide_from_compiler(owner: type) -> None:
-    """Make `torch.compile` call a class's methods as it calls C++ code, instead of tracing them."""
+    """Make `torch.compile` treat a class's methods as opaque C++ code, instead of tracing them."""
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for method in vars(owner).values():
@@ -181,7 +180,7 @@ _connect: Callable[..., Any] | None = None
 
 
 def _change_names(change: Callable[..., object], original: Any, *args: Any) -> None:
-    """Change the groups of the calling rank by name."""
+    """Change the registered names of the calling rank's groups."""
     groups = rank_world().process_state.group_names
     change(groups, *args)
     groups.register_in_thread()
@@ -205,9 +204,7 @@ class _StoreClass(type):
 
 
 def _substitute(real: Any, is_simulated: Callable[[], bool], open_store: Callable[..., Any]) -> Any:
-    """Return a class in place of a store's, whose instances are simulated stores in simulated
-    threads.
-    """
+    """Return a replacement of a store's class that makes simulated stores in simulated threads."""
 
     def make(cls: Any, *args: Any, **options: Any) -> Any:
         return (
@@ -220,6 +217,6 @@ def _substitute(real: Any, is_simulated: Callable[[], bool], open_store: Callabl
 
 
 def current_backward() -> int | None:
-    """Return the number of the backward pass that the calling thread is in."""
+    """Return the id of the calling thread's backward pass, or None."""
     number = int(torch._C._current_graph_task_id())
     return None if number == -1 else number

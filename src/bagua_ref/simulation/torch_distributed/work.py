@@ -29,7 +29,7 @@ from bagua_ref.simulation.tasks import call_site, is_user_code
 
 
 class SimulatedWork(dist.Work):
-    """The handle of one operation of a rank, or of several that are coalesced.
+    """The handle of a rank's operation, or of several coalesced ones.
 
     Args:
         call: the rank's part in the operation.
@@ -55,7 +55,8 @@ class SimulatedWork(dist.Work):
     def delay(
         self, sends: list[Tensor], outputs: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Deliver the results when they are waited for; return what the operation reads and writes.
+        """Defer the results until they are waited for; return the tensors that the operation reads
+        and writes.
 
         Until then the outputs hold NaN, or a pattern if they are integers. Inputs that share memory
         with an output are replaced by copies.
@@ -77,8 +78,8 @@ class SimulatedWork(dist.Work):
         return [copies.get(id(send), send) for send in sends], list(self._values)
 
     def is_touched_by(self, tensor: Tensor, is_written: bool) -> bool:
-        """Return whether reading or writing a tensor now is an error, as this work uses its
-        memory.
+        """Return whether reading or writing a tensor now is an error, because it overlaps this
+        operation's memory.
         """
         if not is_written and any(overlap(tensor, own) for own in self._readable):
             return False
@@ -107,7 +108,7 @@ class SimulatedWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the operation is complete; if it is, deliver its results."""
+        """Return whether the operation is complete, and deliver its results if so."""
         self.call.group.scheduler.poll()
         completed = self.call.done and all(part.is_completed() for part in self._parts)
         if completed and self.call.error is None:
@@ -115,7 +116,7 @@ class SimulatedWork(dist.Work):
         return completed
 
     def is_success(self) -> bool:
-        """Return whether the operation is complete, without an error."""
+        """Return whether the operation has completed without an error."""
         return self.is_completed() and self.call.error is None
 
     def exception(self) -> Exception | None:
@@ -127,14 +128,14 @@ class SimulatedWork(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Return the rank in the group from which a message came."""
+        """Return the sender of a message as a rank of the group."""
         return -1 if self.call.source is None else self.call.source
 
     _source_rank = source_rank
 
     def get_future(self) -> SimulatedFuture:
-        """Return the future of the results, which is complete when it is waited for: by `wait`,
-        by `then`, or at the end of the backward that is under way. C++ code gets a complete one.
+        """Return the future of the results. It completes when waited for: by `wait`, by `then`, or
+        at the end of the current backward pass. C++ code gets a completed one.
         """
         if self._future is None:
             self._future = SimulatedFuture(self)
@@ -144,7 +145,7 @@ class SimulatedWork(dist.Work):
         return self._future
 
     def is_awaited(self) -> bool:
-        """Return whether the end of a backward that is under way will wait for this work."""
+        """Return whether the end of a current backward pass will wait for this work."""
         return works_of_backward.will_wait(self)
 
     def _deliver(self) -> None:
@@ -163,7 +164,7 @@ class SimulatedWork(dist.Work):
 
 
 class SimulatedFuture(torch.futures.Future[Any]):
-    """A future that lets other simulated ranks go on while it is waited for.
+    """A future that yields to other simulated ranks while it is waited for.
 
     Args:
         source: the work or future on whose end it depends.
@@ -180,7 +181,7 @@ class SimulatedFuture(torch.futures.Future[Any]):
         return super().wait()
 
     def done(self) -> bool:
-        """Return whether the value is there, or can be now."""
+        """Return whether the value is available, or its operation is complete."""
         return self.has_value() or self._source.is_completed()
 
     is_completed = done
@@ -190,7 +191,7 @@ class SimulatedFuture(torch.futures.Future[Any]):
         return super().done()
 
     def is_awaited(self) -> bool:
-        """Return whether the end of a backward that is under way will wait for it."""
+        """Return whether the end of a current backward pass will wait for this future."""
         return self._source.is_awaited()
 
     def then(self, callback: Callable[[Any], Any]) -> SimulatedFuture:
@@ -207,8 +208,8 @@ class SimulatedFuture(torch.futures.Future[Any]):
         return following
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Call ``callback(self)`` when this future is complete, which is now unless a backward is
-        under way.
+        """Call ``callback(self)`` when this future is complete: immediately, unless a backward pass
+        will wait for it.
         """
         super().add_done_callback(callback)
         if not self.is_awaited():
@@ -219,7 +220,7 @@ _REDUCER = os.path.join("torch", "nn", "parallel", "distributed.py")
 
 
 def _is_kept_by_user() -> bool:
-    """Return whether the user's code asks for a future, and surely not as a hook whose result a
+    """Return whether user code asks for a future that is certainly not for a hook, whose result a
     reducer takes in C++.
     """
     frame: FrameType | None = sys._getframe(2)
@@ -230,7 +231,9 @@ def _is_kept_by_user() -> bool:
 
 
 def wait_first(original: Callable[..., Any], futures: Sequence[Any]) -> Any:
-    """Call a function of torch that waits for futures in C++, once those of works are complete."""
+    """Wait for the futures of simulated works, then call a torch function that waits for futures in
+    C++.
+    """
     for future in futures:
         if isinstance(future, SimulatedFuture) and not future.is_awaited():
             future.wait()
@@ -238,8 +241,8 @@ def wait_first(original: Callable[..., Any], futures: Sequence[Any]) -> Any:
 
 
 class _WorksOfBackward:
-    """The works of each backward under way, which a callback of autograd's engine waits for at its
-    end.
+    """Works started in each current backward pass; a callback of autograd's engine waits for them
+    at its end.
 
     A data-parallel reducer takes futures in C++ and waits for them in a callback of its own,
     without letting other ranks go on. The first operation of a backward queues a callback that
@@ -258,7 +261,7 @@ class _WorksOfBackward:
         self._works.clear()
 
     def run_at_end(self, callback: Callable[[Any], None], reducer: Any) -> None:
-        """Call a reducer's callback; futures that it takes are complete."""
+        """Call a reducer's callback, during which futures are returned completed."""
         thread = threading.get_ident()
         self.at_end.add(thread)
         try:
@@ -267,7 +270,9 @@ class _WorksOfBackward:
             self.at_end.discard(thread)
 
     def note(self, work: SimulatedWork) -> None:
-        """Queue the callback, if a backward is calling one of its nodes."""
+        """Add a work to the current backward pass, if called from one of its nodes; the first work
+        queues the callback.
+        """
         in_backward = (
             torch._C._current_graph_task_id() != -1
             and torch._C._current_autograd_node() is not None
@@ -280,7 +285,7 @@ class _WorksOfBackward:
             self._works[key].append(work)
 
     def will_wait(self, work: SimulatedWork) -> bool:
-        """Return whether the end of a backward that is under way will wait for ``work``."""
+        """Return whether the end of a current backward pass will wait for ``work``."""
         return any(work in works for works in self._works.values())
 
     def _wait(self, key: Any) -> None:
@@ -296,8 +301,8 @@ _prompt: Container[tuple[str, int]] = ()
 
 @contextmanager
 def promptly(lines: Container[tuple[str, int]]) -> Iterator[None]:
-    """Let the operations that these lines of the user's code start read their inputs at once, and
-    write when they are complete.
+    """Make operations started at these lines of user code read their inputs at once, and write when
+    they are complete.
 
     The results of a program change by this only if it uses tensors of an operation under way.
     """
@@ -310,7 +315,7 @@ def promptly(lines: Container[tuple[str, int]]) -> Iterator[None]:
 
 
 def is_prompt() -> bool:
-    """Return whether `promptly` holds for the line that calls."""
+    """Return whether `promptly` applies to the calling line."""
     return bool(_prompt) and call_site(sys._getframe(1)) in _prompt
 
 
@@ -320,7 +325,7 @@ def seconds_of(timeout: timedelta | float | None) -> float | None:
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors share memory, element by element."""
+    """Return whether two tensors share memory, compared element by element."""
     storage = first.untyped_storage()
     if storage.data_ptr() != second.untyped_storage().data_ptr() or not storage.nbytes():
         return False
@@ -329,7 +334,7 @@ def overlap(first: Tensor, second: Tensor) -> bool:
 
 
 def _elements(tensor: Tensor, memory: Any) -> Any:
-    """Return an array of a tensor's elements, of any dtype, in the memory of its storage."""
+    """Return an array of a tensor's elements, of any dtype, over the memory of its storage."""
     size = tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]
     return np.ndarray(
@@ -338,7 +343,7 @@ def _elements(tensor: Tensor, memory: Any) -> Any:
 
 
 def _spoil(tensor: Tensor) -> None:
-    """Fill a tensor with NaN, or with a pattern if it has integers; leave bools as they are."""
+    """Overwrite a tensor with NaN, or with a pattern for integers; bools are unchanged."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype != torch.bool:
