@@ -62,8 +62,13 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
         ({"warmup_steps": -1}, ValueError, "warmup_steps=-1"),
         ({"warmup_steps": 1.5}, TypeError, "warmup_steps=1.5"),
     ],
+    GradientAllReduceAlgorithm: [
+        ({"hierarchical": "False"}, TypeError, "hierarchical='False' must be True or False"),
+        ({"average": 0}, TypeError, "average=0 must be True or False"),
+    ],
     ByteGradAlgorithm: [
         ({"error_feedback": 1}, TypeError, "error_feedback=1 must be True or False"),
+        ({"hierarchical": None}, TypeError, "hierarchical=None must be True or False"),
         ({"compression": "MXFP9"}, ValueError, UNKNOWN),
     ],
     QAdamAlgorithm: [({"q_adam_optimizer": ADAM, "compression": "MXFP9"}, ValueError, UNKNOWN)],
@@ -78,6 +83,7 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
     LowPrecisionDecentralizedAlgorithm: [
         ({"communication_interval": 0}, ValueError, "communication_interval=0"),
         ({"communication_interval": "1"}, TypeError, "communication_interval='1'"),
+        ({"hierarchical": 1}, TypeError, "hierarchical=1 must be True or False"),
         ({"compression": "MXFP9"}, ValueError, UNKNOWN),
     ],
     LocalSGDAlgorithm: [

@@ -54,6 +54,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.peer_selection_mode != "all":
             raise ValueError(f"peer_selection_mode={self.peer_selection_mode!r} must be 'all'")
         check_number("sync_interval_ms", self.sync_interval_ms, 0, math.inf)

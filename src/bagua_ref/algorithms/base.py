@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from bagua_ref.algorithms.async_rounds import AveragingThread
 from bagua_ref.algorithms.registry import (
     GlobalAlgorithmRegistry,
     _AlgorithmRegistry,  # noqa: F401  # the original has it here
+    check_bool,
     check_options,
 )
 from bagua_ref.algorithms.state import (
@@ -433,6 +435,12 @@ class Algorithm:
 
     counts_steps = False
     """Whether it counts the steps of the last optimizer, so that there must be one."""
+
+    def __post_init__(self) -> None:
+        """Check the options of a dataclass: the text "False" would be true."""
+        for option in fields(self):  # type: ignore[arg-type]
+            if option.type in (bool, "bool"):
+                check_bool(option.name, getattr(self, option.name))
 
     def check(
         self,

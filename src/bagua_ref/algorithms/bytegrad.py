@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.registry import check_bool, implements
+from bagua_ref.algorithms.registry import implements
 from bagua_ref.algorithms.state import ErrorMemories, communicator_of
 from bagua_ref.algorithms.traits import Traits, WithoutBatch
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
@@ -53,8 +53,8 @@ class ByteGradAlgorithm(Algorithm):
     takes_shards = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_compression(self.compression)
-        check_bool("error_feedback", self.error_feedback)
 
 
 @implements(ByteGradAlgorithm)

@@ -92,6 +92,7 @@ class DecentralizedAlgorithm(Algorithm):
     communication_interval: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_mode(self.peer_selection_mode)
         check_whole("communication_interval", self.communication_interval, 1)
 

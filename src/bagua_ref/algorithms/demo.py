@@ -10,7 +10,6 @@ from typing import Literal
 from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradients, CompressedGradientsImpl
 from bagua_ref.algorithms.registry import (
-    check_bool,
     check_number,
     check_one_of,
     check_sparse_options,
@@ -71,11 +70,11 @@ class DemoAlgorithm(CompressedGradients):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole("top_k", self.top_k, 1)
         check_sparse_options(self.top_k, self.chunk, self.mean, self.compression)
         check_number("decay", self.decay, 0, 1)
         check_one_of("transform", self.transform, ("dct", None))
-        check_bool("sign", self.sign)
         check_whole("warmup_steps", self.warmup_steps, 0)
 
 

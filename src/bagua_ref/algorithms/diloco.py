@@ -24,7 +24,6 @@ from bagua_ref.algorithms.fragments import (
 )
 from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
 from bagua_ref.algorithms.registry import (
-    check_bool,
     check_number,
     check_sparse_options,
     check_whole,
@@ -136,6 +135,7 @@ class DiLoCoAlgorithm(Algorithm):
         return self.compression is None and self.top_k is None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, least in (("period", 1), ("delay", 0), ("warmup_steps", 0)):
             check_whole(name, getattr(self, name), least)
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
@@ -146,7 +146,6 @@ class DiLoCoAlgorithm(Algorithm):
         check_number("mix", self.mix, 0, 1)
         check_sparse_options(self.top_k, self.chunk, self.mean, self.compression)
         check_number("error_decay", self.error_decay, 0, 1)
-        check_bool("error_feedback", self.error_feedback)
         if self.error_feedback and self.top_k is not None:
             raise ValueError(
                 f"error_feedback=True with top_k={self.top_k}: top_k has an error memory of its"

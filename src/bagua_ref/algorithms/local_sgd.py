@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext, nothing
-from bagua_ref.algorithms.registry import check_bool, check_whole, implements
+from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.algorithms.traits import Rounds, Traits
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.storage import register, registration
@@ -63,6 +63,7 @@ class LocalSGDAlgorithm(Algorithm):
     takes_shards = counts_steps = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole("period", self.period, 1)
         check_whole("warmup_steps", self.warmup_steps, 0)
         check_whole("offset", self.offset, 0)
@@ -71,7 +72,6 @@ class LocalSGDAlgorithm(Algorithm):
                 f"offset={self.offset} must be from 0 to {self.period - 1}, less than"
                 f" period={self.period}"
             )
-        check_bool("hierarchical", self.hierarchical)
 
     def rounds(self) -> Rounds:
         """Return the schedule of the steps after which weights are averaged."""

@@ -86,6 +86,7 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     compression: str = "MinMaxUInt8"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole("communication_interval", self.communication_interval, 1)
         check_compression(self.compression)
 

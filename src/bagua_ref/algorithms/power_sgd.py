@@ -13,7 +13,6 @@ from torch import Tensor
 from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradients, CompressedGradientsImpl
 from bagua_ref.algorithms.registry import (
-    check_bool,
     check_number,
     check_one_of,
     check_whole,
@@ -83,11 +82,11 @@ class PowerSGDAlgorithm(CompressedGradients):
         return self.memory is not None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole("matrix_approximation_rank", self.matrix_approximation_rank, 1)
         check_whole("warmup_steps", self.warmup_steps, 0)
         check_number("min_compression_rate", self.min_compression_rate, 0, inf, excluded=True)
         check_one_of("memory", self.memory, _MEMORIES)
-        check_bool("warm_start", self.warm_start)
         check_whole("seed", self.seed, 0)
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} must be below 2**32")

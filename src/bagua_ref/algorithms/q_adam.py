@@ -13,7 +13,7 @@ from torch import Tensor
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
-from bagua_ref.algorithms.registry import check_bool, implements
+from bagua_ref.algorithms.registry import implements
 from bagua_ref.algorithms.state import communicator_of
 from bagua_ref.algorithms.traits import Rounds, Traits, WithoutBatch
 from bagua_ref.buckets.bucket import BaguaBucket, check_compression
@@ -65,8 +65,8 @@ class QAdamAlgorithm(Algorithm):
     takes_float64 = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_compression(self.compression)
-        check_bool("error_feedback", self.error_feedback)
         if not isinstance(self.q_adam_optimizer, QAdamOptimizer):
             raise TypeError(
                 "q_adam_optimizer must be a QAdamOptimizer, not"

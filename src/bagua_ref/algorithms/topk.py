@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradients, CompressedGradientsImpl
-from bagua_ref.algorithms.registry import check_bool, check_number, check_whole, implements
+from bagua_ref.algorithms.registry import check_number, check_whole, implements
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops import TopK
 
@@ -54,8 +54,8 @@ class TopKAlgorithm(CompressedGradients):
         return self.error_feedback
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_number("ratio", self.ratio, 0, 1, excluded=True)
-        check_bool("error_feedback", self.error_feedback)
         check_whole("warmup_steps", self.warmup_steps, 0)
 
 

@@ -126,10 +126,15 @@ class Connection:
             )
 
         def finish() -> list[list[int]]:
-            with suppress(RuntimeError):
-                # mostly it is, and this takes half the time
-                if mesh is not None and not self._closed and mesh.is_complete():
-                    return received()
+            # Mostly it is complete, and this takes half the time. Another thread may be in a
+            # collective, whose messages come through the same sockets.
+            if mesh is not None and not self._closed and self._turn.acquire(blocking=False):
+                try:
+                    with suppress(RuntimeError):
+                        if mesh.is_complete():
+                            return received()
+                finally:
+                    self._turn.release()
             self.run(collective, lambda _: self._begun, place=place)
             return received()
 

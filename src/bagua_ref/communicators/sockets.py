@@ -179,7 +179,9 @@ class Peer:
         Raises:
             RuntimeError: there is no room.
         """
-        message = _HEADER.pack(kind, size) + struct.pack(f"<{len(values)}q", *values)
+        message = _HEADER.pack(kind, size)
+        if values:  # notes about pieces have none, and there are many
+            message += struct.pack(f"<{len(values)}q", *values)
         try:
             sent = self.socket.send(message)
         except BlockingIOError:
