@@ -1,1 +1,3 @@
-"""Communication between ranks: one contract, over torch.distributed or in a simulation."""
+"""Communication between ranks: one contract, implemented over torch.distributed and in
+simulations.
+"""

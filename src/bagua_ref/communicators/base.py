@@ -1,5 +1,5 @@
-"""The contract of a communicator: collectives between the ranks of one group, validated once for
-every transport (S3.9).
+"""The contract of communicators: collectives among the ranks of a group, validated here for every
+transport (S3.9).
 
 A transport (torch.distributed, the simulation) implements the methods with a leading underscore,
 which get only valid arguments. Invalid ones raise ValueError or TypeError before anything is sent.
@@ -38,8 +38,8 @@ _T = TypeVar("_T")
 
 
 def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let ``method`` take the result of ``tensor.bagua_backend_tensor()`` wherever it takes a
-    tensor; keep it out of autograd.
+    """Decorator of a collective: accept ``tensor.bagua_backend_tensor()`` in place of any tensor,
+    and disable autograd.
 
     A profile shows it by its name.
     """
@@ -60,7 +60,7 @@ def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class Communicator(ABC):
-    """Collectives between ``nranks()`` ranks, of which this is ``rank()`` (S3.9).
+    """Collectives among the ``nranks()`` ranks of a group; this rank is ``rank()`` (S3.9).
 
     All ranks call the same collectives in the same order, from one thread at a time. Tensors are
     contiguous. Movement takes any dtype, reduction the float and integer types that both gloo and
@@ -88,7 +88,7 @@ class Communicator(ABC):
         return f"{type(self).__name__}({self.name!r}, rank {self._rank} of {self._nranks})"
 
     def rank(self) -> int:
-        """Return this rank's number within the communicator."""
+        """Return this rank's index within the communicator."""
         return self._rank
 
     def nranks(self) -> int:
@@ -97,17 +97,17 @@ class Communicator(ABC):
 
     @property
     def bytes_sent(self) -> int:
-        """Return the bytes that this rank has sent, by formula."""
+        """Return the number of bytes sent by this rank, as computed by formula."""
         return round(self.unrounded_bytes)
 
     @abstractmethod
     def abort(self, reason: str = "") -> None:
-        """Abort the connection; operations in progress and later ones raise CommunicationError,
-        with the reason if one is given.
+        """Abort the connection; current and later operations raise CommunicationError, with
+        ``reason`` if given.
         """
 
     def exchange_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Send ``values``, a few int64, to every rank; their bytes do not count in `bytes_sent`.
+        """Send ``values``, a few int64, to every rank; their bytes are not counted in `bytes_sent`.
 
         Args:
             values: equally many on all ranks.
@@ -126,15 +126,15 @@ class Communicator(ABC):
         return receive
 
     def close(self) -> None:
-        """End this rank's use of it: later operations raise CommunicationError."""
+        """Close the communicator on this rank: later operations raise CommunicationError."""
         self.abort()
 
     # Point to point.
 
     @_collective
     def send(self, tensor: Tensor, dst: int) -> None:
-        """Send ``tensor`` to rank ``dst``, which calls `recv` with a tensor of the same size and
-        dtype.
+        """Send ``tensor`` to rank ``dst``, which must call `recv` with a tensor of the same size
+        and dtype.
         """
         self._check_peer("dst", dst)
         self._check("tensor", tensor)
@@ -153,7 +153,7 @@ class Communicator(ABC):
         self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
     ) -> None:
         """Send and receive several tensors at once, so that rings and pairs cannot deadlock; a rank
-        may be its own peer.
+        can be its own peer.
 
         Args:
             sends: (tensor, dst) pairs; tensors for the same peer arrive in this order.
@@ -183,15 +183,15 @@ class Communicator(ABC):
 
     @_collective
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """Copy rank ``src``'s ``tensor`` into every rank's."""
+        """Broadcast rank ``src``'s ``tensor`` into every rank's ``tensor``."""
         self._check_rank("src", src)
         self._check("tensor", tensor)
         self.unrounded_bytes += tensor.nbytes * self._others
         self._broadcast(tensor, src)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return rank ``src``'s ``obj`` on every rank. It is pickled, so use this only in groups
-        whose members trust each other.
+        """Broadcast rank ``src``'s ``obj``; return it on every rank. It is pickled, so only use
+        this in groups whose members trust each other.
         """
         self._check_rank("src", src)
         is_src = self._rank == src
@@ -208,8 +208,8 @@ class Communicator(ABC):
     def reduce(
         self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM
     ) -> None:
-        """Combine ``send_tensor`` over ranks into ``recv_tensor`` of rank ``dst``; on other ranks,
-        it is unchanged.
+        """Reduce ``send_tensor`` over ranks into ``recv_tensor`` of rank ``dst``, which is
+        unchanged on other ranks.
         """
         self._check_rank("dst", dst)
         op = self._check_reduction(op, send_tensor, recv_tensor)
@@ -220,8 +220,8 @@ class Communicator(ABC):
 
     @_collective
     def reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
-        """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is
-        unchanged.
+        """Reduce ``tensor`` over ranks into ``tensor`` of rank ``dst``, which is unchanged on other
+        ranks.
         """
         self._check_rank("dst", dst)
         op = self._check_reduction(op, tensor, tensor)
@@ -231,7 +231,7 @@ class Communicator(ABC):
 
     @_collective
     def gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
-        """Collect every rank's ``send_tensor``, in rank order, in ``recv_tensor`` of rank ``dst``,
+        """Gather every rank's ``send_tensor``, in rank order, into ``recv_tensor`` of rank ``dst``,
         which is n times as large.
         """
         self._check_rank("dst", dst)
@@ -244,8 +244,8 @@ class Communicator(ABC):
 
     @_collective
     def gather_inplace(self, tensor: Tensor, count: int, dst: int) -> None:
-        """As `gather`: rank ``dst``'s tensor has n*count elements, its own in chunk dst; the others
-        send ``count`` elements.
+        """In-place `gather`: rank ``dst``'s tensor has n*count elements, with its own in chunk dst;
+        other ranks send ``count`` elements.
         """
         own = self._check_inplace_chunk(tensor, count, "dst", dst)
         self.unrounded_bytes += own.nbytes if self._rank != dst else 0
@@ -253,8 +253,8 @@ class Communicator(ABC):
 
     @_collective
     def scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
-        """Send each rank its chunk of rank ``src``'s ``send_tensor``, which is n times as large as
-        ``recv_tensor``.
+        """Scatter the n chunks of rank ``src``'s ``send_tensor``, which is n times as large as
+        ``recv_tensor``, to the ranks.
         """
         self._check_rank("src", src)
         self._check("recv_tensor", recv_tensor)
@@ -265,8 +265,8 @@ class Communicator(ABC):
 
     @_collective
     def scatter_inplace(self, tensor: Tensor, count: int, src: int) -> None:
-        """As `scatter`: rank ``src``'s tensor has n*count elements and is unchanged; the others
-        receive ``count`` elements.
+        """In-place `scatter`: rank ``src``'s tensor has n*count elements and is unchanged; other
+        ranks receive ``count`` elements.
         """
         own = self._check_inplace_chunk(tensor, count, "src", src)
         self.unrounded_bytes += own.nbytes * (self._nranks - 1) if self._rank == src else 0
@@ -278,7 +278,7 @@ class Communicator(ABC):
     def allreduce(
         self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM
     ) -> None:
-        """Combine ``send_tensor`` over ranks into every rank's ``recv_tensor``."""
+        """Reduce ``send_tensor`` over ranks into every rank's ``recv_tensor``."""
         op = self._check_reduction(op, send_tensor, recv_tensor)
         self.unrounded_bytes += 2 * send_tensor.nbytes * self._others
         recv_tensor.copy_(send_tensor)
@@ -286,14 +286,14 @@ class Communicator(ABC):
 
     @_collective
     def allreduce_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
-        """Combine ``tensor`` over ranks, in place on every rank."""
+        """Reduce ``tensor`` over ranks, in place on every rank."""
         op = self._check_reduction(op, tensor, tensor)
         self.unrounded_bytes += 2 * tensor.nbytes * self._others
         self._allreduce_inplace(tensor, op)
 
     @_collective
     def allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        """Collect every rank's ``send_tensor``, in rank order, in every rank's ``recv_tensor``,
+        """Gather every rank's ``send_tensor``, in rank order, into every rank's ``recv_tensor``,
         which is n times as large.
         """
         self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
@@ -302,8 +302,8 @@ class Communicator(ABC):
 
     @_collective
     def allgather_inplace(self, tensor: Tensor, overlap: Overlap | None = None) -> None:
-        """As `allgather`; this rank sends chunk ``rank()`` of its tensor. ``overlap`` fills this
-        chunk and reads the others.
+        """In-place `allgather`: this rank sends chunk ``rank()`` of its tensor. ``overlap`` fills
+        this chunk and reads the others.
         """
         own = self._own_chunk(tensor)
         self.unrounded_bytes += tensor.nbytes * self._others
@@ -317,8 +317,8 @@ class Communicator(ABC):
     def reduce_scatter(
         self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM
     ) -> None:
-        """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives
-        chunk r.
+        """Reduce ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives
+        chunk r of the result.
         """
         op = self._check_reduction(op, send_tensor, recv_tensor, self._nranks)
         self.unrounded_bytes += send_tensor.nbytes * self._others
@@ -326,7 +326,7 @@ class Communicator(ABC):
 
     @_collective
     def reduce_scatter_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
-        """As `reduce_scatter`; the result is chunk ``rank()`` of the tensor, whose other chunks are
+        """In-place `reduce_scatter`: the result is chunk ``rank()`` of the tensor; other chunks are
         unchanged.
         """
         op = self._check_reduction(op, tensor, tensor)
@@ -340,7 +340,8 @@ class Communicator(ABC):
     def alltoall(
         self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap | None = None
     ) -> None:
-        """Send chunk d of n to rank d; chunk s of ``recv_tensor`` comes from rank s.
+        """Send chunk d of ``send_tensor`` to rank d, for all d; chunk s of ``recv_tensor`` comes
+        from rank s.
 
         Args:
             send_tensor: n chunks.
@@ -359,7 +360,7 @@ class Communicator(ABC):
 
     @_collective
     def alltoall_inplace(self, tensor: Tensor) -> None:
-        """As `alltoall`, sending from and receiving into one tensor."""
+        """In-place `alltoall`: send from and receive into one tensor."""
         self._own_chunk(tensor)
         self.unrounded_bytes += tensor.nbytes * self._others
         self._alltoall(tensor.clone(), tensor)
@@ -374,8 +375,8 @@ class Communicator(ABC):
         recv_counts: Sequence[int],
         recv_displs: Sequence[int],
     ) -> None:
-        """As MPI_Alltoallv: ``send_counts[d]`` elements from ``send_displs[d]`` on go to rank d,
-        and likewise for receiving.
+        """All-to-all with variable counts, like MPI_Alltoallv: rank d gets ``send_counts[d]``
+        elements, starting at ``send_displs[d]``; receiving is likewise.
         """
         self._check("send_tensor", send_tensor)
         self._check("recv_tensor", recv_tensor)
@@ -397,16 +398,14 @@ class Communicator(ABC):
     def alltoall_v_inplace(
         self, tensor: Tensor, counts: Sequence[int], displs: Sequence[int]
     ) -> None:
-        """As `alltoall_v` with the same counts and displacements in both directions, on one
-        tensor.
-        """
+        """In-place `alltoall_v`, with the same counts and displacements in both directions."""
         self._check("tensor", tensor)
         self._slices("", tensor, counts, displs)
         self.alltoall_v(tensor.clone(), counts, displs, tensor, counts, displs)
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank has called it."""
+        """Wait until every rank has called this."""
 
     # For a transport to implement. Arguments are valid: tensors contiguous, `op` never AVG on
     # integers nor bitwise on floats.
@@ -421,7 +420,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
-        """Other ranks' tensors may be overwritten."""
+        """Implement `reduce_inplace`; tensors of other ranks may be overwritten."""
 
     @abstractmethod
     def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None: ...
@@ -453,8 +452,8 @@ class Communicator(ABC):
     def _overlapping(
         self, collective: str, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap
     ) -> None:
-        """As `_alltoall`; or as `_allgather`, where ``send_tensor`` is this rank's chunk of
-        ``recv_tensor``.
+        """Run `_alltoall` with ``overlap``; or `_allgather`, with ``send_tensor`` as this rank's
+        chunk of ``recv_tensor``.
         """
         size = recv_tensor.nbytes // self._nranks
         overlap.fill(size)
@@ -520,8 +519,8 @@ class Communicator(ABC):
     def _check_pair(
         self, send_tensor: Tensor, recv_tensor: Tensor, send_times: int, recv_times: int
     ) -> None:
-        """Check that send_tensor times ``send_times`` is as large as recv_tensor times
-        ``recv_times``.
+        """Raise ValueError unless send_tensor's size times ``send_times`` is recv_tensor's size
+        times ``recv_times``.
         """
         self._check("send_tensor", send_tensor)
         self._check("recv_tensor", recv_tensor)
@@ -570,8 +569,8 @@ class Communicator(ABC):
         return tensor.view(-1)[self._rank * count : (self._rank + 1) * count]
 
     def _check_inplace_chunk(self, tensor: Tensor, count: int, argument: str, root: int) -> Tensor:
-        """Return the ``count`` elements of this rank; the root's tensor holds n * count, the
-        others' count.
+        """Return this rank's ``count`` elements; the root's tensor must have n * count elements,
+        other ranks' count.
         """
         self._check_rank(argument, root)
         self._check("tensor", tensor)
@@ -606,8 +605,8 @@ class Communicator(ABC):
 
 
 class NonMember:
-    """Stands for a communicator that this rank is not in: every collective returns at once and
-    changes nothing (S3.9).
+    """Placeholder for a communicator that does not include this rank: every collective returns at
+    once, without effect (S3.9).
     """
 
     bytes_sent = 0

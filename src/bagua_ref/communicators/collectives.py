@@ -1,5 +1,5 @@
-"""The collectives as plain functions of the tensors of all ranks, in rank order: the results of any
-communicator (S3.9).
+"""Reference collectives: plain functions of all ranks' tensors, in rank order, which define the
+results of every communicator (S3.9).
 
 They do not depend on threads, groups or transports. Tensors come in rank order; results are written
 into the receivers' tensors.
@@ -28,7 +28,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def combine(tensors: Sequence[Tensor], op: ReduceOp, out: Tensor | None = None) -> Tensor:
-    """Return ((tensor 0 op tensor 1) op tensor 2) ... in their dtype (S3.9).
+    """Return the reduction ((tensor 0 op tensor 1) op tensor 2) ... in the tensors' dtype (S3.9).
 
     16-bit floats are combined in float32 and rounded once. AVG is SUM divided by the number of
     tensors. Integers wrap around.
@@ -66,7 +66,7 @@ def divide_(total: Tensor, nranks: int) -> Tensor:
 
 
 def describe(tensor: Tensor) -> str:
-    """Return size and dtype of a tensor, for messages.
+    """Return a tensor's size and dtype as text, for messages.
 
     >>> describe(torch.zeros(3))
     '3 float32 elements'
@@ -78,19 +78,19 @@ def describe(tensor: Tensor) -> str:
 
 
 def broadcast(tensors: Sequence[Tensor], src: int) -> None:
-    """Write the tensor of rank ``src`` into every rank's tensor."""
+    """Copy the tensor of rank ``src`` into every rank's tensor."""
     for rank, tensor in enumerate(tensors):
         if rank != src:
             _fill(tensor, tensors[src])
 
 
 def reduce_inplace(tensors: Sequence[Tensor], dst: int, op: ReduceOp) -> None:
-    """Combine all tensors into the tensor of rank ``dst``."""
+    """Reduce all tensors into the tensor of rank ``dst``."""
     _fill(tensors[dst], combine(tensors, op))
 
 
 def allreduce_inplace(tensors: Sequence[Tensor], op: ReduceOp) -> None:
-    """Combine all tensors into every one of them."""
+    """Reduce all tensors into each of them."""
     total = combine(tensors, op)
     for tensor in tensors:
         _fill(tensor, total)
@@ -106,19 +106,19 @@ def allgather(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
 
 
 def scatter(send: Tensor, recvs: Sequence[Tensor]) -> None:
-    """Write chunk r of ``send``, which is n times as large, into rank r's receiver."""
+    """Copy chunk r of ``send``, which is n times as large, into rank r's receiver."""
     chunks = send.reshape(len(recvs), -1) if send.numel() else [send] * len(recvs)
     for recv, chunk in zip(recvs, chunks, strict=True):
         _fill(recv, chunk)
 
 
 def reduce_scatter(sends: Sequence[Tensor], recvs: Sequence[Tensor], op: ReduceOp) -> None:
-    """Combine all tensors, and write chunk r of the result into rank r's receiver."""
+    """Reduce all tensors, and copy chunk r of the result into rank r's receiver."""
     scatter(combine(sends, op), recvs)
 
 
 def alltoall(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-    """Write chunk r of rank s's tensor into chunk s of rank r's receiver."""
+    """Copy chunk r of rank s's tensor into chunk s of rank r's receiver."""
     n = len(sends)
     if sends[0].numel() == 0:
         return

@@ -1,5 +1,5 @@
-"""The process groups of one communicator: made from a store, used by one thread at a time, aborted
-at the first failure.
+"""The process groups of one communicator: created through a store, used by one thread at a time,
+aborted at the first failure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notice
 
 
 class Connection:
-    """A gloo process group and, once it is needed, an NCCL group of the same ranks.
+    """The connection of one communicator: a gloo process group and, once needed, an NCCL group of
+    the same ranks.
 
     Making one is collective: it returns when every rank has connected.
 
@@ -105,8 +106,8 @@ class Connection:
     def exchange_ints(
         self, values: Sequence[int], collective: str = "agreement"
     ) -> Callable[[], list[list[int]]]:
-        """Send ``values`` to every rank; return a function that waits for those of all, while other
-        collectives may run before.
+        """Send ``values`` to every rank; return a function that waits for all ranks' values. Other
+        collectives may run in between.
 
         One exchange can be under way at a time; errors as `run`.
         """
@@ -141,9 +142,7 @@ class Connection:
         return finish
 
     def compare(self, collective: str, call: str) -> None:
-        """Raise CommunicationError, on all ranks, if they do not make the same ``call``.
-        Collective.
-        """
+        """Raise CommunicationError on all ranks unless all make the same ``call``. Collective."""
         number = zlib.crc32(call.encode())
         if any(theirs != [number] for theirs in self.exchange_ints([number], collective)()):
             why = self._peers.different_calls(self.name, self.ranks, call)
@@ -161,7 +160,7 @@ class Connection:
         place: str = "",
         call: str = "",
     ) -> None:
-        """Start ``collective`` on a process group and wait until it is done; with NCCL, the current
+        """Run ``collective`` on a process group and wait for its end; with NCCL, only the current
         stream waits, not the host.
 
         If NCCL does not finish within the timeout, the group is aborted, which ends its kernels,
@@ -270,8 +269,8 @@ class Connection:
             self._turn.release()
 
     def abort(self, reason: str = "") -> None:
-        """Abort the connection; operations in progress and later ones raise CommunicationError, on
-        other ranks with the reason.
+        """Abort the connection; current and later operations raise CommunicationError, which on
+        other ranks contains the reason.
         """
         refuse_in_child(self._pid)
         if reason and not self._closed:
@@ -279,7 +278,7 @@ class Connection:
         self.interrupt(reason or "it was aborted or its process group destroyed")
 
     def interrupt(self, reason: str, kind: type[CommunicationError] = CommunicationError) -> None:
-        """Let the collective in progress and later ones raise an error of this ``kind``."""
+        """Abort the current collective and all later ones with an error of this ``kind``."""
         if not self._closed:
             self._closed, self._kind_of_end = reason, kind
         if self._gloo_sockets is not None:  # gloo itself cannot be interrupted in send and recv
@@ -313,9 +312,9 @@ class Connection:
                     ) from None
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies of all sockets: they must end with the parent, or its peers
-        would wait for it. Destroying the rest would end the parent's connections, too: both
-        processes share the epoll set that watches its sockets.
+        """Close a forked child's copies of all sockets, which must end with the parent, or its
+        peers would wait for it. Nothing else is destroyed, which would end the parent's
+        connections, too: both processes share the epoll set that watches its sockets.
         """
         keep_forever(self)
         if self._mesh is not None:
@@ -335,7 +334,9 @@ class Connection:
         return self._nccl
 
     def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
-        """Close the connection, which the other ranks notice, and return the exception to raise."""
+        """Close the connection, which makes the other ranks fail, too, and return the exception to
+        raise.
+        """
         interrupted, why = self._closed, str(error)
         if not interrupted and "Duplicate GPU" in why:
             interrupted = (

@@ -30,7 +30,7 @@ thread that waits for the GIL gets it.
 
 
 def let_gloo_rest(limit: float = 1.0) -> None:
-    """Wait until gloo's threads have nothing to do, at most ``limit`` seconds.
+    """Wait until gloo's threads are idle, for at most ``limit`` seconds.
 
     After a collective has ended, the thread of gloo that ran it frees its tensors, for which it
     needs the GIL. If the interpreter ends before that, it aborts the process ("terminate called
@@ -45,7 +45,7 @@ def let_gloo_rest(limit: float = 1.0) -> None:
 
 
 def _gloo_computes() -> bool:
-    """Return whether a thread of gloo is not asleep; False where the system has no /proc."""
+    """Return whether a thread of gloo is running; False on systems without /proc."""
     for file in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # it has ended
             name, _, fields = file.read_text().rpartition(") ")
@@ -55,8 +55,8 @@ def _gloo_computes() -> bool:
 
 
 def open_sockets() -> dict[int, int]:
-    """Return the inode of each socket of this process, by descriptor; none without /proc or with
-    all descriptors in use.
+    """Map descriptors of this process's sockets to inodes; empty without /proc or if all
+    descriptors are in use.
     """
     found = {}
     with suppress(OSError):
@@ -69,7 +69,7 @@ def open_sockets() -> dict[int, int]:
 
 
 class GlooSockets:
-    """The connections between this rank and the others of a gloo process group.
+    """The sockets that connect this rank with the others in a gloo process group.
 
     gloo shows no descriptors, so they are found: sockets that are new since before the group was
     made, and of which one end has the number of a port on which a rank of the group listens. Other
@@ -90,7 +90,7 @@ class GlooSockets:
         """Ports on which this rank may listen, and zeros."""
 
     def find(self, listening: Sequence[Sequence[int]], rank: int) -> None:
-        """Find the connections of this ``rank``, given the ports on which each rank is
+        """Identify this ``rank``'s connections, given the ports on which all ranks are
         ``listening``.
         """
         theirs = {
@@ -102,12 +102,14 @@ class GlooSockets:
                 del self._sockets[file]
 
     def shut_down(self) -> None:
-        """End all connections, which both ends notice at once."""
+        """Shut down all connections, which both ends notice at once."""
         for file in self._open():
             _libc.shutdown(file, socket.SHUT_RDWR)
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies of the connections, so that they end with the parent."""
+        """Close a forked child's copies of the sockets, so that the connections end with the
+        parent.
+        """
         for file in self._open():
             os.close(file)
 
@@ -116,8 +118,8 @@ class GlooSockets:
 
 
 def sockets_of_server(store: Store) -> list[int]:
-    """Return the descriptors of the sockets with which this process, or its parent, serves
-    ``store``; none if it does not.
+    """Return the socket descriptors of the server of ``store``, if it runs in this process or its
+    parent; else none.
     """
     store = getattr(store, "_underlying_non_prefix_store", store)
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
@@ -135,8 +137,8 @@ def _inode(file: int) -> int:
 
 
 def _ports(file: int) -> tuple[int, int | None] | None:
-    """Return the ports of both ends of a TCP socket, the other one None if it is not connected;
-    None if it is none.
+    """Return the local and remote port of a TCP socket; the remote port is None if it is not
+    connected. None for other files.
     """
     local, remote = _port(_libc.getsockname, file), _port(_libc.getpeername, file)
     return None if local is None else (local, remote)

@@ -1,4 +1,5 @@
-"""A job of processes: the store through which they find each other, and their connections (S1).
+"""A job of several processes: the store for their rendezvous, and the connections between them
+(S1).
 
 The store is the caller's, the launcher's, or one served by rank 0.
 """
@@ -112,7 +113,7 @@ class TorchDistributedTransport:
     def connect(
         self, name: str, ranks: Sequence[int], timeout: float
     ) -> TorchDistributedCommunicator:
-        """Return this rank's communicator for the global ``ranks``; wait until all of them have
+        """Create this rank's communicator for the global ``ranks``; wait until all of them have
         called this.
 
         Raises:
@@ -134,8 +135,8 @@ class TorchDistributedTransport:
         return communicator
 
     def close(self) -> None:
-        """Abort every communicator, and serve the store a little longer to ranks that have not
-        ended.
+        """Abort all communicators; if this process serves the store, keep serving it for a few
+        seconds until other ranks have ended.
         """
         for communicator in list(self._communicators):
             communicator.abort()
@@ -143,7 +144,7 @@ class TorchDistributedTransport:
             self.peers.await_exits()
 
     def leave_to_parent(self) -> None:
-        """Leave every communicator to the parent of this process, a forked child; using them raises
+        """Close a forked child's copies of the connections; using a communicator there raises
         CommunicationError.
         """
         for communicator in list(self._communicators):
@@ -155,7 +156,7 @@ class TorchDistributedTransport:
 def connect_job(
     world: World, store: Any, rank: int, size: int, local_size: int, timeout: float
 ) -> TorchDistributedTransport:
-    """Return the connections of a new job; `job_store` describes the arguments."""
+    """Create the connections of a new job; see `job_store` for the arguments."""
     limit = timeout
     while True:
         try:
@@ -171,7 +172,7 @@ def connect_job(
 
 
 def job_store(store: Any, rank: int, world_size: int, timeout: float) -> tuple[Store, int, int]:
-    """Return the job's store, this rank and the number of ranks.
+    """Connect to the job's store; return it with this rank and the number of ranks.
 
     Args:
         store: a torch store, given with ``rank`` and ``world_size``; None: taken from the
@@ -257,8 +258,8 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> Store:
 
 
 def _store_address(rank: int, world_size: int) -> tuple[int, int, tuple[str, int] | None]:
-    """Return this rank, the number of ranks and the store's address, None in a world of one; -1
-    means as the environment says.
+    """Return this rank, the number of ranks and the store's address (None in a world of one); -1
+    means the environment's value.
     """
     launch, identity = read_launch(os.environ), Identity.from_environment()
     given = {"RANK": rank, "WORLD_SIZE": world_size}

@@ -1,5 +1,5 @@
-"""Who is missing: what the ranks of a job wait for, why they gave up or ended, and what errors say
-about it (S2.5).
+"""Diagnosis of missing ranks: which ranks of a job are waiting, have given up or have ended, and
+texts about this in errors (S2.5).
 
 Each rank publishes this in the job's store. A thread compares the waits of all ranks, so that a
 deadlock is found within seconds; another one watches processes of this machine and collectives on
@@ -92,9 +92,7 @@ _COMPARING = 3.0
 
 @contextmanager
 def collective_call(name: str) -> Iterator[None]:
-    """Let messages about this thread's waits say that it is in ``name``, a function that all ranks
-    call together.
-    """
+    """Context in which messages about this thread's waits name the collective function ``name``."""
     token = _collective_call.set(name)
     try:
         yield
@@ -103,7 +101,7 @@ def collective_call(name: str) -> Iterator[None]:
 
 
 def title(group: str, rank: int, members: Sequence[int]) -> str:
-    """Return the words for ``rank`` as one of the ``members`` of ``group``, all global ranks."""
+    """Describe ``rank`` as one of the ``members`` of ``group``; all are global ranks."""
     return f"rank {rank} in group {group!r} of {format_ranks(members)}"
 
 
@@ -137,7 +135,7 @@ class _Wait:
 
 
 class Peers:
-    """The ranks of a job, as one of them knows them.
+    """One rank's knowledge of all ranks of its job: their waits, failures and ends.
 
     If every rank waits, and no collective has all of its members waiting in it, that is a deadlock:
     all waits are interrupted, on every rank. A wait in a collective of a group that another rank has
@@ -192,7 +190,7 @@ class Peers:
         is_background: bool = False,
         timeout: float = math.inf,
     ) -> Iterator[None]:
-        """Register a wait of the calling thread for as long as this context lasts.
+        """Context that registers a wait of the calling thread.
 
         Args:
             what: the words that follow "rank 3 waits " in messages.
@@ -240,7 +238,8 @@ class Peers:
         interrupt: Callable[..., None],
         timeout: float,
     ) -> None:
-        """As `waiting`, for a work on a device, until it is completed; no thread waits for it.
+        """Register a wait, like `waiting`, for work on a device until it is completed; no thread
+        waits for it.
 
         After ``timeout`` seconds it is interrupted with who is missing. Works are checked in the
         order in which they were added.
@@ -254,8 +253,8 @@ class Peers:
             self.processes.wake()
 
     def under_way(self) -> list[dict[str, Any]]:
-        """Return the waits of this rank's threads: ``for`` (in words), the ``ranks`` in it, and
-        ``since`` (monotonic time).
+        """Return the current waits of this rank's threads: ``for`` (a description), the ``ranks``
+        involved, and ``since`` (monotonic time).
         """
         waits = list(self._waits.values())
         return [
@@ -263,8 +262,8 @@ class Peers:
         ]
 
     def meet(self, group: str, members: Sequence[int], timeout: float, make: Callable[[], T]) -> T:
-        """Return ``make()``, in which the ``members`` of ``group`` connect to each other, once all
-        of them have come here.
+        """Wait until all ``members`` of ``group`` have called this, then return ``make()``, in
+        which they connect to each other.
 
         Raises:
             CommunicationTimeoutError: they did not come in time; names the missing ones.
@@ -328,8 +327,8 @@ class Peers:
         timeout: float,
         hung_up: Collection[int] = (),
     ) -> CommunicationError:
-        """Return the exception for a collective that has failed with a library's ``error``; let the
-        other ranks know if it has timed out.
+        """Return the exception for a collective that failed with a library's ``error``; report a
+        timeout to the other ranks.
 
         Args:
             collective: its name.
@@ -361,20 +360,22 @@ class Peers:
         return CommunicationError(f"{collective} on {who} failed; {reason}")
 
     def give_up(self, group: str, why: str) -> None:
-        """Publish the reason ``why`` this rank gives ``group`` up; the first rank's counts."""
+        """Publish the reason ``why`` this rank gives up ``group``; only the first rank's reason is
+        kept.
+        """
         report = f"rank {self._rank} gave up: {why}"
         self._ask(lambda store: store.compare_set(f"gave up/{group}", "", report), b"")
 
     def _who_gave_up(self, group: str) -> str:
-        """Return the report of the rank that gave ``group`` up; "" if it was this one, or none."""
+        """Return another rank's report of giving up ``group``; "" if there is none."""
         if not self._store.check([key := f"gave up/{group}"]):
             return ""
         report = self._store.get(key).decode()
         return "" if report.startswith(f"rank {self._rank} ") else report
 
     def different_calls(self, group: str, members: Sequence[int], call: str) -> str:
-        """Publish this rank's ``call``, from which others differ; return a sentence that lists all
-        ranks' calls.
+        """Publish this rank's ``call``, which differs from others; return a sentence that lists the
+        calls of all ranks.
         """
         calls: dict[str, list[int]] = {call: [self._rank]}
         keys = {rank: f"call/{group}/{rank}" for rank in members}
@@ -402,8 +403,8 @@ class Peers:
     def who_is_missing(
         self, place: str, members: Sequence[int], timeout: float, what: str = "did not come"
     ) -> str:
-        """Describe the ``members`` that do not wait in the collective ``place``: their other waits,
-        or their last operation.
+        """Describe the ``members`` that are not waiting in the collective ``place``: their other
+        waits, or their last operation.
 
         This waits until a rank that has come late must have said so.
 
@@ -438,7 +439,9 @@ class Peers:
         return self._ask(read, "")
 
     def missing_in_background(self, what: str, timeout: float) -> str:
-        """Describe the ranks for which this rank's background threads wait, as `who_is_missing`."""
+        """Describe the ranks that this rank's background threads are waiting for; see
+        `who_is_missing`.
+        """
         # A wait that has just failed, as another rank gave up, is gone before its error is reported.
         until = time.monotonic() + min(_PATIENCE, timeout / 2)
         while True:
@@ -452,7 +455,9 @@ class Peers:
         return "; ".join(filter(None, found))
 
     def _why_ended(self, group: str, others: Sequence[int], hung_up: Collection[int]) -> str:
-        """Return why a connection to the ``others`` in ``group`` has ended, "" if it is unknown."""
+        """Return the reason why a connection to the ``others`` in ``group`` has ended; "" if
+        unknown.
+        """
 
         def read(store: Store) -> str:
             return self._who_gave_up(group) or "; ".join(
@@ -480,8 +485,8 @@ class Peers:
     # The end of this rank.
 
     def leave(self, error: BaseException | None = None, steps: int | None = None) -> None:
-        """Report the end of this rank to the others, and end the threads; may be called while the
-        interpreter ends.
+        """Report the end of this rank to the others, and stop the threads; can be called while the
+        interpreter is shutting down.
 
         Args:
             error: the exception that ends it; None: it ends normally.
@@ -500,8 +505,8 @@ class Peers:
         self.processes.close()
 
     def await_exits(self) -> None:
-        """Wait until all ranks have reported their ends, at most five seconds: the store ends with
-        this process.
+        """Wait until all ranks have reported their ends, for at most five seconds, since the store
+        ends with this process.
         """
         with self._with_store() as reached:
             if reached:
@@ -524,8 +529,8 @@ class Peers:
 
     @contextmanager
     def _with_store(self) -> Iterator[bool]:
-        """Hold the lock, if the store can be reached: the watch, which holds it while it asks the
-        store, may hang there.
+        """Acquire the lock for using the store; yield False if the watch thread, which may hang in
+        a request, does not release it in time.
         """
         reached = self._lock.acquire(timeout=_LIMIT)
         try:
@@ -541,8 +546,8 @@ class Peers:
             self._passed[stem] = number
 
     def _publish(self) -> None:
-        """Publish the record; the caller holds the lock, so that no wait ends between being seen
-        and being published.
+        """Publish this rank's record; the caller holds the lock, so that no wait can end between
+        being read and being published.
         """
         waits = [[w.what, w.place, list(w.members), w.number] for w in self._early() if w.place]
         (ended, patience), last = self._last_wait, ""
@@ -560,7 +565,9 @@ class Peers:
                 self._blocked = record[:2]
 
     def _is_blocked(self) -> bool:
-        """Return whether all threads of this rank have long waited, so that none may go on."""
+        """Return whether all threads of this rank have been waiting for long, so that none may make
+        progress.
+        """
         alive = {thread.ident for thread in threading.enumerate()}
         long = {me: wait for me, wait in self._waits.copy().items() if wait.lasts(wait.patience)}
         in_background = [wait.is_background for wait in long.values()]
@@ -584,8 +591,8 @@ class Peers:
                         self._interrupt(wait, why)
 
     def _find_deadlock(self, before: list[Any]) -> tuple[list[Any], str]:
-        """Return the records of all ranks, if this one is blocked, and the deadlock in words, if they
-        have not changed since ``before``.
+        """Return the records of all ranks, if this rank is blocked, and a description of the
+        deadlock, if they equal the records ``before``.
         """
         keys = [f"waits/{rank}" for rank in range(self._world_size)]
         if self._record[:1] != [True] or not self._store.check(keys):
@@ -607,8 +614,8 @@ class Peers:
         return records, verdict
 
     def _deadlock(self) -> tuple[list[Any], str]:
-        """Records of all ranks when the last deadlock was found, and its words if this rank is in
-        it.
+        """Return the records of all ranks at the last deadlock, and its description if this rank is
+        part of it.
         """
         if not self._store.check(["deadlock"]):
             return [], ""
@@ -636,7 +643,9 @@ class Peers:
             self._pass(wait.place)
 
     def _interrupt_waits(self, ended: Mapping[int, float]) -> None:
-        """Interrupt waits for ranks that have ``ended``, at the times given, and late works."""
+        """Interrupt waits for ranks whose processes ``ended`` (by rank, the time), and device work
+        that is late.
+        """
         now = time.monotonic()
         for wait in self._all():
             dead = ended.keys() & set(wait.members)
@@ -662,21 +671,21 @@ class Peers:
         return [*self._waits.copy().values(), *self._works.copy()]
 
     def _early(self) -> list[_Wait]:
-        """Return the waits that have lasted for a while."""
+        """Return the waits that have lasted long enough to be published."""
         waits = self._all()
         a_while = min([_EARLY, *(wait.patience / 4 for wait in waits)])
         return [wait for wait in waits if wait.lasts(a_while)]
 
 
 def _split(place: str) -> tuple[str, float]:
-    """Return the beginning of a collective's place and its number; infinity if it has none."""
+    """Split a collective's place into its stem and number; infinity if it has none."""
     stem = place.rstrip("0123456789")
     return stem, int(place[len(stem) :]) if stem != place else math.inf
 
 
 def _handled() -> str:
-    """Name the exception that the main thread is handling, such as Ctrl-C between two steps; "" if
-    it handles none. A program may stay in a handler for long.
+    """Describe the exception that the main thread is handling, such as Ctrl-C between two steps; ""
+    if there is none. A program may stay in a handler for long.
     """
     found = sys._current_exceptions().get(threading.main_thread().ident or 0)
     error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
@@ -684,7 +693,7 @@ def _handled() -> str:
 
 
 def _is_done(work: Any) -> bool:
-    """Return whether ``work`` is completed; a failed one never is, so it is late in the end."""
+    """Return whether ``work`` is completed; failed work never is, so that it times out."""
     try:
         return bool(work.is_completed())
     except RuntimeError:
@@ -692,7 +701,7 @@ def _is_done(work: Any) -> bool:
 
 
 def _ends(store: Store, ranks: Iterable[int]) -> list[str]:
-    """Describe the ends that those of ``ranks`` which have ended have reported."""
+    """Describe the reported ends of those ``ranks`` that have ended."""
     ends = {
         rank: json.loads(store.get(key)) for rank in ranks if store.check([key := f"left/{rank}"])
     }
@@ -702,7 +711,7 @@ def _ends(store: Store, ranks: Iterable[int]) -> list[str]:
 
 
 def has_ended(ranks: Collection[int]) -> str:
-    """Describe the end of the processes of ``ranks``.
+    """Describe in words that the processes of ``ranks`` have ended.
 
     >>> has_ended({1})
     'the process of rank 1 has ended'
@@ -717,7 +726,7 @@ def has_ended(ranks: Collection[int]) -> str:
 
 
 def describe_deadlock(waits: Sequence[Sequence[Any]]) -> str:
-    """Describe the waits of all ranks if they are a deadlock, else return "".
+    """Describe the waits of all ranks if they form a deadlock, else return "".
 
     Args:
         waits: those of each rank: a description, the collective, its members, and a number.

@@ -1,4 +1,4 @@
-"""Messages in pieces, sent and received in step with the peers while this rank computes them."""
+"""Pipelined messages: pieces are sent and received while this rank computes the next ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNDER_WAY = 4
 
 
 class ComputingError(Exception):
-    """A computation of this rank during a collective failed.
+    """Raised if a computation of this rank during a collective failed.
 
     Args:
         error: the exception that it raised.
@@ -33,7 +33,7 @@ class ComputingError(Exception):
 
 
 class OtherCallError(ComputingError):
-    """Another rank called a different collective."""
+    """Raised if another rank called a different collective."""
 
 
 def exchange_pipelined(
@@ -44,8 +44,8 @@ def exchange_pipelined(
     before: Callable[[slice], object] | None = None,
     after: Callable[[slice], object] | None = None,
 ) -> Iterator[Any]:
-    """Send and receive tensors over gloo, and yield works, each to be waited for before the next
-    one is asked for.
+    """Send and receive tensors over gloo in pieces; yield works, each of which must be waited for
+    before requesting the next.
 
     On a slow link, acknowledgements wait behind the data that their sender has queued. If one side
     queued all of its data at once, the other could send little meanwhile, and the exchange would
@@ -87,13 +87,13 @@ def exchange_pipelined(
 
 
 def _next_tag(count: list[int], peer: int) -> int:
-    """Return the tag of the next message between this rank and ``peer``."""
+    """Return the tag of the next message to or from ``peer``, and increment its count."""
     count[peer] += 1
     return count[peer] % 2**30
 
 
 def compute(step: Callable[[slice], object] | None, place: int, size: int) -> None:
-    """Call ``step`` with the bytes of piece ``place``, if pieces have ``size`` bytes.
+    """Call ``step`` with the byte range of piece ``place``, for pieces of ``size`` bytes.
 
     Raises:
         ComputingError: it has failed.
@@ -111,8 +111,8 @@ _ENDED = math.nan
 
 
 class Overlap:
-    """Computation during a collective: chunks to send are filled and received chunks are read while
-    they move.
+    """Computation that overlaps with a collective: chunks to send are filled, and received chunks
+    read, during the transfer.
 
     Both advance step by step, on the thread that calls the collective, and reading never gets ahead
     of filling. The transport chooses how far they advance before bytes move; other ranks see
@@ -141,16 +141,16 @@ class Overlap:
         self._filled = self._needed = -1.0
 
     def fill(self, size: int) -> None:
-        """Go on until the first ``size`` bytes of every chunk to send are final."""
+        """Compute until the first ``size`` bytes of every chunk to send are final."""
         while self._filled < size:
             self._filled = next(self._fill, _ENDED)
 
     def read(self, size: int) -> None:
-        """Go on as far as the first ``size`` bytes of every chunk received allow."""
+        """Process received chunks as far as their first ``size`` bytes allow."""
         while self._needed <= size:
             self._needed = next(self._read, _ENDED)
 
     def finish(self) -> None:
-        """Take the steps that are left, when all bytes have moved."""
+        """Run all remaining steps, after all bytes have been transferred."""
         self.fill(sys.maxsize)
         self.read(sys.maxsize)

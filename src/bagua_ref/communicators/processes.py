@@ -1,5 +1,5 @@
-"""Processes of a job: other ranks', watched until they end, and forked children, which must not use
-connections.
+"""Processes of a job: detection of other ranks' exits, and protection of forked children, which
+must not use connections.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _BOOT = "/proc/sys/kernel/random/boot_id"
 
 
 def machine(namespace: str) -> str:
-    """Return a name of this machine and of this process's ``namespace`` ("pid" or "net") there; ""
-    if the system hides it.
+    """Return a unique name of this machine and of the process's ``namespace`` ("pid" or "net") on
+    it; "" if the system hides it.
     """
     try:
         with open(_BOOT) as file:
@@ -37,21 +37,21 @@ def machine(namespace: str) -> str:
 
 
 def node_name() -> str:
-    """Return the launcher's name of this node, else the host's."""
+    """Return this node's name: the launcher's, else the host name."""
     return os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", socket.gethostname()))
 
 
 def this_process() -> list[Any]:
-    """Return machine and PID namespace, PID and start time of this process; ["", 0, 0] where it
-    cannot be watched.
+    """Return this process's machine and PID namespace, PID and start time; ["", 0, 0] if it cannot
+    be watched.
     """
     where = machine("pid") if hasattr(os, "pidfd_open") else ""
     return [where, os.getpid(), _start_time(os.getpid())] if where else ["", 0, 0]
 
 
 class Processes:
-    """Processes of a job's ranks, those of this machine, watched through file descriptors that
-    become readable when they end.
+    """Watcher of other ranks' processes on this machine, through file descriptors that become
+    readable when a process ends.
 
     Args:
         found: the result of `this_process` on each rank.
@@ -83,12 +83,12 @@ class Processes:
             )
 
     def are_watched(self, ranks: Collection[int]) -> bool:
-        """Return whether the end of each of ``ranks`` is noticed."""
+        """Return whether an exit of each of ``ranks`` would be detected."""
         return set(ranks) <= self._files.keys() | self._ended
 
     def ended(self, ranks: Iterable[int], seconds: float = 0.0) -> set[int]:
-        """Return those of ``ranks`` whose processes have ended, waiting at most ``seconds`` for the
-        first (inf: until `wake`).
+        """Return the ``ranks`` whose processes have ended; if there are none, wait at most
+        ``seconds`` for one (inf: until `wake`).
         """
         among = set(ranks)
         if not self._ended & among:
@@ -104,31 +104,29 @@ class Processes:
         return self._ended & among
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether the process of ``rank`` is one of this machine that a signal has
-        stopped.
-        """
+        """Return whether the process of ``rank`` is on this machine and was stopped by a signal."""
         with suppress(KeyError, OSError):
             return _fields(self._pids[rank])[0] in "Tt"
         return False
 
     def wake(self) -> None:
-        """End another thread's wait without a limit, or the next one."""
+        """Wake the thread that waits in `ended` without a limit, or will do so next."""
         os.write(self._wake, b"x")
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching, and close all descriptors."""
         files, self._files = [*self._files.values(), self._wakes, self._wake], {}
         for file in files:
             os.close(file)
 
 
 def _start_time(pid: int) -> int:
-    """Return the start time of process ``pid``, in clock ticks since the machine booted."""
+    """Return the start time of process ``pid``, in clock ticks since boot."""
     return int(_fields(pid)[19])
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat, from the process's state on."""
+    """Return the fields of /proc/PID/stat from the process state on."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
 
@@ -138,7 +136,8 @@ _connected: WeakSet[Any] = WeakSet()
 
 
 def leave_to_parent(connected: Any) -> None:
-    """Call ``connected.leave_to_parent()`` in every child that this process forks from now on.
+    """Register ``connected``, so that every forked child of this process calls
+    ``connected.leave_to_parent()``.
 
     It closes sockets there, so that they end with the parent.
     """
@@ -147,7 +146,7 @@ def leave_to_parent(connected: Any) -> None:
 
 
 def refuse_in_child(pid: int) -> None:
-    """Raise unless this is process ``pid``.
+    """Raise CommunicationError if this is a forked child of process ``pid``.
 
     Raises:
         CommunicationError: it was forked from that process.
@@ -161,7 +160,7 @@ def refuse_in_child(pid: int) -> None:
 
 
 def keep_forever(thing: Any) -> None:
-    """Keep ``thing`` until the process ends, even when the interpreter frees all modules."""
+    """Keep ``thing`` alive until the process ends, even while the interpreter frees all modules."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 

@@ -1,4 +1,6 @@
-"""Rendezvous of a job's processes in a store that may hold keys of earlier jobs and attempts."""
+"""Rendezvous of a job's processes through a store, which may contain keys of earlier jobs and
+attempts.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ _GRACE = 2.0  # seconds after its timeout in which the rendezvous finds out who 
 
 
 class Prefixed(dist.PrefixStore):  # type: ignore[name-defined,misc]
-    """A view of ``store`` in which all keys start with ``name``; torch's PrefixStore does not
-    reveal its prefix.
+    """View of ``store`` whose keys all start with ``name``; unlike torch's PrefixStore, it reveals
+    its prefix.
     """
 
     def __init__(self, name: str, store: Store) -> None:
@@ -38,7 +40,7 @@ class Prefixed(dist.PrefixStore):  # type: ignore[name-defined,misc]
 
 
 def another_connection(store: Store) -> Store:
-    """Return a new connection to ``store``: a connection serves one request at a time, and some
+    """Open a new connection to ``store``: a connection serves one request at a time, and some
     requests wait for other ranks.
 
     Connecting looks up the server's host name, which can take seconds, so reuse connections.
@@ -73,7 +75,8 @@ def another_connection(store: Store) -> Store:
 def ask(
     store: Store, use: Callable[[Store], T], otherwise: T, limit: float = 5.0, anew: bool = True
 ) -> T:
-    """Return ``use`` of a connection of its own to ``store``, whose server may have died.
+    """Return the result of ``use`` on ``store``, or ``otherwise`` if the store does not answer in
+    time.
 
     Args:
         store: a torch store, or a `Prefixed` view of one.
@@ -106,32 +109,32 @@ def address_of(store: Store) -> str:
 
 
 def host_of(store: Store) -> str:
-    """Return the host that serves ``store``; this one if there is no server."""
+    """Return the name of the host that serves ``store``; this host if there is no server."""
     store = getattr(store, "_underlying_non_prefix_store", store)
     return store.host if isinstance(store, dist.TCPStore) else socket.gethostname()  # type: ignore[attr-defined]
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first sentence of torch's message, without the source location and the stack of
-    C++ that may follow.
+    """Return the first sentence of a torch error message, without source location and C++ stack
+    trace.
     """
     text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error)) or type(error).__name__
     return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".")
 
 
 class StoreLostError(CommunicationError):
-    """The process that served this job's store has ended, or that of an earlier job, whose store
-    was still there.
+    """Raised if the process that served the store has ended: this job's store, or an earlier job's
+    that was still running.
     """
 
 
 class NoReply(Exception):  # noqa: N818  it is never raised to a user
-    """A call did not return within the limit."""
+    """Raised if a call did not return within the time limit."""
 
 
 def within(function: Callable[[], T], seconds: float) -> T:
-    """Return ``function()``, run on another thread, as torch's stores wait forever for a stopped
-    server.
+    """Return ``function()``, run on another thread with a time limit, since torch's stores wait
+    forever for a stopped server.
 
     Raises:
         NoReply: it had not returned after ``seconds``; the thread goes on.
@@ -146,7 +149,7 @@ def within(function: Callable[[], T], seconds: float) -> T:
 
 
 def interruptible(function: Callable[[], T], check: Callable[[], None], pause: float) -> T:
-    """Return ``function()``, run on another thread, until ``check()``, called every ``pause``
+    """Return ``function()``, run on another thread; give up if ``check()``, called every ``pause``
     seconds, raises.
     """
     future: Future[T] = Future()
@@ -169,7 +172,7 @@ def interruptible(function: Callable[[], T], check: Callable[[], None], pause: f
 
 
 def parse_message(data: bytes, form: Any, whose: str) -> Any:
-    """Return the JSON that another rank put into the store.
+    """Parse and validate the JSON that another rank wrote into the store.
 
     Args:
         data: what it wrote.
@@ -193,8 +196,8 @@ def parse_message(data: bytes, form: Any, whose: str) -> Any:
 def rendezvous(
     store: Store, rank: int, world_size: int, info: Any, timeout: float, form: Any = object
 ) -> tuple[str, list[Any]]:
-    """Return a name that is unique to this rendezvous, and every rank's ``info`` in rank order.
-    Collective.
+    """Exchange ``info`` among all ranks; return a unique name of this rendezvous, and every rank's
+    ``info`` in rank order. Collective.
 
     Rank 0 proposes a new name, the other ranks answer under that name with a random mark each, and
     rank 0 publishes the answers. A rank that does not find its own mark has read the keys of an
@@ -249,7 +252,9 @@ def rendezvous(
 def _rendezvous(
     store: Store, rank: int, world_size: int, info: Any, timeout: float, form: Any
 ) -> tuple[str, list[Any]]:
-    """Return the name, and each rank's mark and info, or None for ranks that did not come."""
+    """Return the name of the rendezvous, and each rank's mark and info; None for ranks that did not
+    come.
+    """
     mark = uuid.uuid4().hex
     if rank == 0:
         answers = {r: f"{mark}/answer{r}" for r in range(1, world_size)}

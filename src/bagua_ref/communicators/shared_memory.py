@@ -1,4 +1,4 @@
-"""Messages between processes of one machine, through memory that they share.
+"""Messages between processes on one machine, through shared memory.
 
 Between two processes, gloo copies every byte into the operating system and out again, and wakes a
 thread at both ends for each
@@ -47,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _Pipe:
-    """Slots that this rank fills for a peer, and slots that the peer fills for this rank."""
+    """Slots in shared memory for the messages to and from one peer."""
 
     def __init__(self, peer: Peer, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
         self.peer, self._own, self._theirs = peer, own, theirs
@@ -60,13 +60,14 @@ class _Pipe:
         return bool(self.peer.filled)
 
     def put(self, piece: Tensor, call: tuple[int, int]) -> None:
-        """Copy ``piece``, bytes of a message, into a free slot."""
+        """Copy ``piece``, bytes of a message, into a free slot, and notify the peer."""
         self._own[self._put % _SLOTS][: piece.numel()].copy_(piece)
         self._put += 1
         self.peer.send(*call)
 
     def peek(self, size: int, call: tuple[int, int]) -> Tensor:
-        """Return the ``size`` bytes in the first filled slot, which belong to ``call``.
+        """Return the first ``size`` bytes in the oldest filled slot, after checking that they
+        belong to ``call``.
 
         Raises:
             OtherCallError: the peer has sent them in another collective, or with another size.
@@ -82,14 +83,14 @@ class _Pipe:
         return self._theirs[self._taken % _SLOTS][:size]
 
     def release(self) -> None:
-        """Let the peer fill that slot again."""
+        """Free the oldest filled slot, so that the peer can reuse it."""
         self.peer.filled.popleft()
         self._taken += 1
         self.peer.send(TAKEN, 0)
 
 
 class SharedMemory:
-    """Movement between all ranks of a group, which share memory.
+    """Collectives among the ranks of a group through shared memory.
 
     A tensor moves in pieces. The sender copies a piece into a free slot of its memory, and notifies
     the receiver through a socket, which notifies the sender when the slot is free again. So neither
@@ -115,8 +116,8 @@ class SharedMemory:
         after: Callable[[slice], object] | None = None,
         everyone: bool = False,
     ) -> Iterator[Until]:
-        """Exchange tensors, as `exchange_pipelined` does; all ranks that take part give the same
-        ``name`` ("": the dtypes').
+        """Exchange tensors, as `exchange_pipelined` does; participating ranks must pass the same
+        ``name`` ("": derived from the dtypes).
 
         With ``everyone``, ranks that have nothing to send to each other send the name, so that all
         notice if one has another name.
@@ -140,7 +141,7 @@ class SharedMemory:
                 compute(after, place - 1, self._piece)
 
     def allreduce(self, flat: Tensor, op: ReduceOp) -> Iterator[Until]:
-        """Combine ``flat`` over ranks, in place: each rank combines one chunk, piece by piece, and
+        """Reduce ``flat`` over ranks, in place: each rank reduces one chunk, piece by piece, and
         sends it to all others.
 
         Of three successive pieces, one is sent to the rank that combines it, one is combined, and
@@ -203,7 +204,7 @@ class SharedMemory:
 
 
 def shared_by() -> str:
-    """Return a name that processes have in common if they may share memory; "" if this one may
+    """Return a name that is equal in processes that may share memory; "" if this process may
     not.
     """
     # Whoever puts ranks of one machine into different network namespaces wants them to use the
@@ -212,8 +213,8 @@ def shared_by() -> str:
 
 
 def connect(mesh: Mesh, share: Callable[[Sequence[int]], list[list[int]]]) -> SharedMemory | None:
-    """Share memory with all ranks of ``mesh``, two or more on this machine; return None, on every
-    rank, and close the mesh if that fails on some.
+    """Set up shared memory among all ranks of ``mesh``, two or more on this machine; if that fails
+    on any rank, close the mesh and return None on every rank.
 
     Args:
         mesh: Unix sockets.
@@ -237,8 +238,8 @@ def connect(mesh: Mesh, share: Callable[[Sequence[int]], list[list[int]]]) -> Sh
 
 
 def _share_slots(mesh: Mesh, limit: float) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
-    """Return the slots that this rank fills for each peer, in memory of its own, and those that the
-    peer fills.
+    """Create the slots for messages to each peer in this rank's own memory, and map the slots that
+    peers fill.
     """
     rank, sockets = mesh.rank, {rank: peer.socket for rank, peer in mesh.peers.items()}
     nranks = len(sockets) + 1
@@ -280,5 +281,5 @@ def _in_pieces(flat: Tensor, size: int) -> Sequence[Tensor]:
 
 
 def _call(name: str, tensor: Tensor) -> tuple[int, int]:
-    """Return the message about each piece of a collective."""
+    """Return the header of each piece of a collective: its checksum and the tensor's size."""
     return zlib.crc32(name.encode()) | 2**32, tensor.nbytes

@@ -1,5 +1,5 @@
-"""Sockets between all ranks of a group, connected with the help of a slower channel, and messages
-over them: a few int64 that all ranks exchange, and notes about pieces in shared memory.
+"""Sockets between all ranks of a group, set up through a slower channel, and the messages over
+them: a few int64 exchanged by all ranks, and notifications about pieces in shared memory.
 
 A message waits in the operating system until it is read, so that no thread wakes for it. A message
 of gloo wakes a thread at both ends twice, which takes half a millisecond of a step on two cores.
@@ -51,8 +51,8 @@ def connect_all(
     share: Callable[[Sequence[int]], list[list[int]]],
     timeout: float,
 ) -> Mesh | None:
-    """Connect all ranks of a group; return this one's sockets, or None, on every rank, if some were
-    not connected within five seconds, or half of ``timeout``.
+    """Connect all ranks of a group by sockets; return None on every rank if some were not connected
+    within five seconds, or half of ``timeout``.
 
     Any process may connect to a rank that listens; those without its secret are disconnected.
 
@@ -113,8 +113,8 @@ def connect_all(
 
 
 def _listen(host: str) -> socket.socket:
-    """Return a socket that listens on the address with which this rank would talk to ``host``; on a
-    new name that belongs to no file (Linux) if that is "".
+    """Return a socket that listens on the local address of the route to ``host``; if that is "", on
+    a new abstract Unix address (Linux).
     """
     with ExitStack() as opened:
         if not host:
@@ -132,7 +132,7 @@ def _listen(host: str) -> socket.socket:
 
 
 def _authenticate(connected: socket.socket, token: bytes) -> int:
-    """Return the rank of the process at the other end; -1 if it does not know the ``token``."""
+    """Return the rank of the process at the other end; -1 if it does not send the ``token``."""
     connected.settimeout(_GREETING)
     with suppress(OSError):
         greeting = connected.recv(_TOKEN + 4)
@@ -142,8 +142,8 @@ def _authenticate(connected: socket.socket, token: bytes) -> int:
 
 
 def close_sockets(sockets: Mapping[int, socket.socket], pid: int) -> None:
-    """Close sockets of process ``pid``, which the other ranks notice; a forked child only closes
-    its copies.
+    """Close sockets of process ``pid``, which ends the connections; a forked child only closes its
+    copies.
     """
     for connected in sockets.values():
         if os.getpid() == pid:
@@ -153,7 +153,7 @@ def close_sockets(sockets: Mapping[int, socket.socket], pid: int) -> None:
 
 
 class Peer:
-    """The socket to another rank, used without waiting, and the messages that came through it.
+    """The non-blocking socket to another rank, and the messages received from it.
 
     Attributes:
         rank: the other rank.
@@ -174,7 +174,7 @@ class Peer:
         self._received = b""
 
     def send(self, kind: int, size: int, *values: int) -> None:
-        """Send a message; there is room for hundreds, and no rank is two ahead.
+        """Send a message without blocking; the socket buffers hundreds, and no rank is two ahead.
 
         Raises:
             RuntimeError: there is no room.
@@ -193,7 +193,7 @@ class Peer:
             raise RuntimeError(f"rank {self.rank} of the group does not read its messages")
 
     def read(self) -> bool:
-        """Read what has come; return whether that was anything."""
+        """Read available messages; return whether there were any bytes."""
         received = b""
         try:
             received = self.socket.recv(4096)
@@ -223,7 +223,7 @@ class Peer:
 
 
 class Mesh:
-    """The other ranks of a group, and one exchange of integers with them at a time.
+    """The sockets to all other ranks of a group, with one exchange of integers at a time.
 
     Args:
         rank: this rank.
@@ -249,7 +249,7 @@ class Mesh:
         self.close.atexit = False
 
     def send(self, values: Sequence[int]) -> Until:
-        """Send ``values``, a few int64, to every other rank; return the wait for theirs.
+        """Send ``values``, a few int64, to every other rank; return a work that waits for theirs.
 
         Raises:
             RuntimeError: a rank has left, or the last exchange has not been waited for.
@@ -264,7 +264,7 @@ class Mesh:
         return Until(self.is_complete, self.timeout)
 
     def is_complete(self, seconds: float = 0.0) -> bool:
-        """Read, waiting at most ``seconds``; return whether the exchange is complete.
+        """Read messages for at most ``seconds``; return whether the exchange is complete.
 
         Raises:
             RuntimeError: it will never be.
@@ -288,12 +288,12 @@ class Mesh:
         return not self._missing
 
     def received(self) -> list[list[int]]:
-        """Return the values of all ranks, once the exchange is complete."""
+        """Return the values of all ranks; the exchange must be complete."""
         return [self._values[rank] for rank in range(len(self._values))]
 
     def until(self, peer: Peer, holds: Callable[[], bool]) -> Iterator[Until]:
-        """Yield a wait for messages until ``holds()``, which ``peer`` must make true; nothing if it
-        does.
+        """Yield a work that waits until ``holds()`` becomes true through messages of ``peer``;
+        nothing if it is true already.
         """
         if not holds():
             peer.read()
@@ -309,14 +309,16 @@ class Mesh:
                 yield Until(step, self.timeout)
 
     def hung_up(self) -> list[int]:
-        """Return the ranks that have closed their ends; what they sent before is read."""
+        """Return the ranks that have closed their connections, after reading their last
+        messages.
+        """
         for peer in self.peers.values():
             while peer.read():
                 pass
         return [rank for rank, peer in self.peers.items() if peer.end_reason]
 
     def _listen(self, seconds: float) -> None:
-        """Read messages of all ranks, after waiting for the first for ``seconds`` at most."""
+        """Read messages of all ranks; wait at most ``seconds`` for the first one."""
         for file, _ in self._poll.poll(max(1, math.ceil(1000 * seconds))):
             peer = self._by_file[file]
             peer.read()
@@ -325,7 +327,8 @@ class Mesh:
 
 
 class Until:
-    """A wait for messages; `wait` and `is_completed` are those of a torch.distributed work.
+    """Work that waits for messages; `wait` and `is_completed` are those of a torch.distributed
+    work.
 
     Args:
         step: reads messages, after waiting for the first for some seconds at most; returns whether
@@ -344,7 +347,7 @@ class Until:
             return True
 
     def wait(self, limit: timedelta = timedelta.max) -> None:
-        """Wait until it is over, for ``limit`` at most.
+        """Wait for the messages, at most ``limit``.
 
         Raises:
             RuntimeError: it is not over in time; if `is_completed`, it never will be.

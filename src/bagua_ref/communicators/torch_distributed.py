@@ -1,4 +1,4 @@
-"""Ranks as processes, connected by torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors
+"""Communicator of processes, over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors
 (S3.9).
 
 Each communicator builds its own process groups from the job's store, so that threads never share
@@ -30,8 +30,8 @@ _LABEL = 64
 
 
 class TorchDistributedCommunicator(Communicator):
-    """A `Communicator` over gloo, memory that processes of one machine share and, from the first
-    CUDA tensor on, NCCL.
+    """A `Communicator` over gloo, shared memory between processes of one machine and, from the
+    first CUDA tensor on, NCCL.
 
     Movement without arithmetic transfers bytes, so it takes any dtype. Sums of 16-bit floats are
     computed in float32 and rounded once, while gloo would round, and overflow, at every rank; sums
@@ -51,23 +51,23 @@ class TorchDistributedCommunicator(Communicator):
         self._connection = connection
 
     def leave_to_parent(self) -> None:
-        """Leave the connection to the parent of this process, a forked child."""
+        """Close a forked child's copies of the connection."""
         self._connection.close_in_child()
 
     def abort(self, reason: str = "") -> None:
-        """Abort the connection; operations in progress and later ones raise CommunicationError,
-        with the reason if one is given.
+        """Abort the connection; current and later operations raise CommunicationError, with
+        ``reason`` if given.
         """
         self._connection.abort(reason)
 
     def barrier(self) -> None:
-        """Wait until every rank has called it."""
+        """Wait until every rank has called this."""
         self._agree("barrier()", None)
         self._connection.run("barrier", lambda group: [group.barrier()])
 
     def exchange_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Send ``values`` to every rank, over sockets of their own or gloo; return a function that
-        waits for all of them.
+        """Send ``values`` to every rank, over dedicated sockets or gloo; return a function that
+        waits for all ranks' values.
         """
         return self._connection.exchange_ints(values)
 
@@ -87,8 +87,8 @@ class TorchDistributedCommunicator(Communicator):
         before: Callable[[slice], object] | None = None,
         after: Callable[[slice], object] | None = None,
     ) -> None:
-        """Send and receive in the course of ``call``; on the host, ``before`` and ``after`` get the
-        bytes of each piece.
+        """Send and receive tensors as part of ``call``; on the host, ``before`` and ``after`` are
+        called with the byte range of each piece.
         """
         if (
             call in _BETWEEN_TWO
@@ -126,8 +126,7 @@ class TorchDistributedCommunicator(Communicator):
     def _compare_messages(
         self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], call: str
     ) -> None:
-        """Send each receiver the sizes and dtypes of its messages over gloo, where it cannot see
-        them.
+        """Send each receiver the sizes and dtypes of its messages, which gloo does not check.
 
         Raises:
             CommunicationError: this rank expects others than are sent.
@@ -204,7 +203,7 @@ class TorchDistributedCommunicator(Communicator):
         self._trade(others, incoming, call, fill, lambda piece: overlap.read(piece.stop))
 
     def _only(self, peer: int, tensor: Tensor) -> list[Tensor | None]:
-        """Return the tensors by rank of which only ``peer`` has one."""
+        """Return a list with ``tensor`` for rank ``peer`` and None for all others."""
         return [tensor if rank == peer else None for rank in range(self._nranks)]
 
     def _trade(
@@ -214,8 +213,8 @@ class TorchDistributedCommunicator(Communicator):
         call: str,
         *how: Any,
     ) -> None:
-        """Send and receive a tensor or None, which is nothing, for each rank, in rank order, this
-        one included; ``how`` as for `_exchange`.
+        """Send and receive one tensor or None (nothing) per rank, in rank order, including this
+        rank; ``how`` as for `_exchange`.
         """
         sent, received = outgoing[self._rank], incoming[self._rank]
         if sent is not None and received is not None and sent is not received:
@@ -298,8 +297,8 @@ class TorchDistributedCommunicator(Communicator):
         start: Callable[[Any, Tensor, Any], Any],
         receives: bool = True,
     ) -> None:
-        """Let the library combine ``tensor``, which only a rank that ``receives`` keeps; gloo has
-        no mean.
+        """Reduce ``tensor`` with the library, and store the result on ranks that ``receives``; for
+        gloo, which has no mean, divide the sum.
         """
         here = self._reachable(tensor.detach())
         sums = op is ReduceOp.AVG and not self._over_nccl(here)
@@ -311,8 +310,8 @@ class TorchDistributedCommunicator(Communicator):
             _bring_back(tensor, here)
 
     def _allreduce_by_chunks(self, flat: Tensor, op: ReduceOp, call: str) -> None:
-        """Reduce one chunk on each rank and all-gather the results: the traffic of an all-reduce,
-        with our arithmetic.
+        """All-reduce by a reduce-scatter and an all-gather: the traffic of an all-reduce, with our
+        arithmetic.
         """
         missing = -flat.numel() % self._nranks
         padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
@@ -343,8 +342,8 @@ class TorchDistributedCommunicator(Communicator):
         _flat(recv_tensor).copy_(combine(_flat(inputs).chunk(self._nranks), op))
 
     def _agree(self, call: str, tensor: Tensor | None) -> str:
-        """Return ``call`` with the size and dtype of ``tensor``, after comparing it with the other
-        ranks' calls. Collective.
+        """Compare ``call``, and the size and dtype of ``tensor``, with the calls of the other
+        ranks; return its full text. Collective.
 
         Through shared memory, ranks compare it with the pieces that they receive; only a tensor
         without a piece for some rank needs a message.
@@ -367,7 +366,7 @@ class TorchDistributedCommunicator(Communicator):
         return call
 
     def _shared_memory(self, tensor: Tensor) -> SharedMemory | None:
-        """Return the memory through which ``tensor`` moves, if the ranks share some."""
+        """Return the shared memory that transfers ``tensor``, or None."""
         return None if self._over_nccl(tensor) else self._connection.memory
 
     def _library_reduces(self, tensor: Tensor, op: ReduceOp) -> bool:
@@ -383,8 +382,8 @@ class TorchDistributedCommunicator(Communicator):
         return tensor.is_cuda and self._uses_nccl
 
     def _reachable(self, tensor: Tensor, copied: bool = True) -> Tensor:
-        """Return ``tensor``, or memory of the host for it if it is on a device and must go through
-        gloo, with its values or not.
+        """Return ``tensor``, or for a device tensor that must go through gloo, pinned host memory;
+        ``copied``: with its values.
         """
         if tensor.device.type == "cpu" or self._over_nccl(tensor):
             return tensor

@@ -1,5 +1,5 @@
-"""Training: hooks, bucketing and state broadcast behind ``with_bagua``, and a wrapper with torch
-DDP's interface (S5).
+"""Data-parallel training: hooks, buckets and state broadcast behind ``with_bagua``, and a wrapper
+with the interface of torch's DDP (S5).
 """
 
 from typing import TYPE_CHECKING

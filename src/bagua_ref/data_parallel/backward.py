@@ -1,5 +1,5 @@
-"""State machine of a module's backward passes: which gradients are synchronized, and which optimizer
-steps may follow (S5).
+"""State machine of a module's backward passes: which gradients are synchronized, and which
+optimizer steps may follow (S5).
 
 It is pure: events come in as calls, and the actions that they lead to are returned. Tensors are
 opaque here, and nothing communicates; `bagua_ref.data_parallel.training` performs the actions.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class State(Enum):
-    """State of a module's training."""
+    """State of a module in training."""
 
     IDLE = "idle"
     """No training forward pass has begun since the last step."""
@@ -28,7 +28,7 @@ class State(Enum):
 
 
 class Gradients(Enum):
-    """State of the gradients since an optimizer's last step."""
+    """State of an optimizer's gradients since its last step."""
 
     NONE = "none"
     LOCAL = "local"
@@ -41,7 +41,7 @@ class Gradients(Enum):
 
 
 class Event(Enum):
-    """What happens to a `State` or to `Gradients`."""
+    """Events that change a `State` or `Gradients`."""
 
     FORWARD = "forward begins"
     GRADIENT = "synchronized gradient"
@@ -100,7 +100,9 @@ TRANSITIONS: dict[tuple[State | Gradients, Event], State | Gradients | str] = {
 
 
 class BeginForward(NamedTuple):
-    """Action: begin a training step, as its forward pass begins, or a backward pass in its place."""
+    """Action: begin a training step, at the start of its forward pass, or of a backward pass in
+    place of it.
+    """
 
     synchronized: bool
     in_backward: bool
@@ -115,7 +117,9 @@ class BeginRound(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """Action: mark gradients ready that arrived before their pass turned out to be synchronized."""
+    """Action: mark gradients ready that arrived before their backward pass was known to be
+    synchronized.
+    """
 
     gradients: list[tuple[str, Any]]
 
@@ -139,8 +143,8 @@ class Stepped(NamedTuple):
 
 @dataclass(eq=False)
 class Task:
-    """Record of an autograd task that has reached the output of a forward pass; whoever runs the
-    task keeps it, and calls it at the end.
+    """Record of an autograd task that has reached the output of a forward pass; the task keeps it
+    as a callback, and calls it at the end.
 
     Attributes:
         synchronized: whether one of the forward passes began outside `no_sync`.
@@ -159,7 +163,7 @@ class Task:
 
 @dataclass(eq=False)
 class _Pending:
-    """Record of the forward passes whose backward passes are to come."""
+    """Record of the forward passes whose backward passes have not run yet."""
 
     synchronizing: bool
     """Whether a backward pass that reaches no known output is synchronized: as by torch's
@@ -182,7 +186,7 @@ class _Pending:
 
 @dataclass(eq=False)
 class _Optimizer:
-    """Record of an optimizer since its last step."""
+    """Record of one optimizer since its last step."""
 
     due: bool = False
     """Whether a step has yet to follow a training forward pass."""
@@ -194,7 +198,7 @@ class _Optimizer:
 
 
 class Backward:
-    """The machine of one module's training.
+    """State machine of the backward passes and optimizer steps of one module.
 
     Args:
         module: the module's name, for messages.
@@ -230,8 +234,8 @@ class Backward:
     # Forward passes
 
     def forward_begins(self, synchronized: bool, in_backward: bool = False) -> list[Action]:
-        """A training forward pass begins, outside `no_sync` or not, or a gradient shows that one
-        has begun.
+        """Handle the start of a training forward pass, ``synchronized`` if outside `no_sync`; a
+        gradient can also imply it.
         """
         actions = self._abandon_failed()
         pending = self._pending
@@ -250,13 +254,13 @@ class Backward:
         return [*actions, BeginForward(synchronized, in_backward)]
 
     def forward_without_gradients_begins(self) -> list[Action]:
-        """A forward pass in training mode begins with gradients disabled."""
+        """Handle the start of a forward pass in training mode with gradients disabled."""
         actions = self._abandon_failed()
         self._pending.without_gradients = not self.skipping
         return actions
 
     def functional_forward_begins(self) -> None:
-        """A forward pass begins with other tensors in place of parameters."""
+        """Handle the start of a forward pass with other tensors in place of the parameters."""
         if self.state is State.IDLE:
             self._pending.functional = bool(self._pending.functional) or not self.skipping
 
@@ -271,13 +275,13 @@ class Backward:
 
     @property
     def task(self) -> Task | None:
-        """The record of the autograd task under way, if it has reached an output."""
+        """Record of the current autograd task, if that has reached an output."""
         task = self._task()
         return None if task is None or task.over else task
 
     def output_reached(self, synchronized: bool, keep: Callable[[Task], object]) -> list[Action]:
-        """An autograd task reaches the output of a forward pass that began outside `no_sync`, or
-        inside.
+        """Handle an autograd task that reaches the output of a forward pass, inside or outside
+        `no_sync`.
 
         Args:
             synchronized: whether outside.
@@ -302,7 +306,7 @@ class Backward:
         task: int,
         alike: bool,
     ) -> list[Action]:
-        """A gradient arrives: the first one of a backward pass, or one that is not synchronized.
+        """Handle a gradient: the first one of a backward pass, or one that is not synchronized.
 
         Args:
             name: its parameter's.
@@ -336,11 +340,11 @@ class Backward:
         return actions
 
     def backward_ends(self) -> None:
-        """The outermost autograd task of a synchronized backward pass ends."""
+        """Handle the end of the outermost autograd task of a synchronized backward pass."""
         self._go(Event.BACKWARD_ENDS)
 
     def round_ends(self) -> None:
-        """Its gradients have been reduced."""
+        """Handle the end of a round, which has reduced the gradients."""
         self._go(Event.ROUND_ENDS)
         for record in self._optimizers.values():
             record.gradients = self._after(record.gradients, Event.GRADIENT)
@@ -353,8 +357,8 @@ class Backward:
         return [BeginRound()]
 
     def _stand_in(self, reached: Task | None, training: bool, task: int) -> bool | None:
-        """Return whether the forward pass that a gradient shows began outside `no_sync`; None: it
-        shows none.
+        """Return whether the forward pass implied by a gradient began outside `no_sync`; None if
+        the gradient implies none.
         """
         pending = self._pending
         expected, pending.expected = pending.expected, False
@@ -373,7 +377,9 @@ class Backward:
         return None
 
     def _why_bypassed(self, training: bool) -> str:
-        """Return why a backward pass cannot be synchronized; "" if it can, or is not meant to be."""
+        """Return the reason why a backward pass cannot be synchronized; "" if it can, or need not
+        be.
+        """
         if not training:
             return _EVAL
         if self._stands_alone or any(record.due for record in self._due):
@@ -384,7 +390,9 @@ class Backward:
 
     @property
     def stepping(self) -> bool:
-        """Whether a step of a known optimizer is under way; it may consist of others' steps."""
+        """Whether a known optimizer is in the middle of a step, which may consist of steps of other
+        optimizers.
+        """
         return any(record.before is not None for record in self._optimizers.values())
 
     def step_begins(
@@ -394,7 +402,7 @@ class Backward:
         inside: bool = False,
         who: str = "",
     ) -> None:
-        """An optimizer is about to step.
+        """Handle the start of an optimizer step.
 
         Args:
             optimizer: one of the known ones; None: another one.
@@ -418,7 +426,7 @@ class Backward:
         record.gradients, record.suspects = Gradients.NONE, {}
 
     def step_ends(self, optimizer: Hashable, changes: bool, training: bool) -> Stepped:
-        """A known optimizer has stepped.
+        """Handle the end of a known optimizer's step.
 
         Args:
             optimizer: it.

@@ -1,4 +1,4 @@
-"""Torch's interface of DistributedDataParallel over `with_bagua` (S5)."""
+"""DistributedDataParallel with torch's interface, on top of `with_bagua` (S5)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _refuse(self: object, method: str, *_: object, **__: object) -> NoReturn:
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """Trains ``module`` together with the other ranks, with the interface of torch's class of the
-    same name (S5).
+    """Wrapper that trains ``module`` together with the other ranks, with the interface of torch's
+    class of the same name (S5).
 
     It wraps the module as ``module.with_bagua(optimizers, algorithm)`` does: the hooks are on
     ``module``, so that calling the wrapper and calling ``module`` itself have the same effect.
@@ -176,7 +176,7 @@ class DistributedDataParallel(torch.nn.Module):
         ignored: Iterable[str | torch.Tensor] = (),
         **options: Any,
     ) -> DistributedDataParallel:
-        """Wrap the inner module again, with this wrapper's bucket size and buffers; return the
+        """Wrap the inner module again, with the bucket size and buffers of this wrapper; return the
         wrapper.
 
         The arguments are those of `bagua_ref.distributed.BaguaModule.with_bagua`.
@@ -198,8 +198,8 @@ class DistributedDataParallel(torch.nn.Module):
         return self
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return ``module(*inputs, **kwargs)``, with inputs moved to the device in ``device_ids``,
-        if any.
+        """Return ``module(*inputs, **kwargs)``; inputs are moved to the device in ``device_ids``,
+        if there is one.
         """
         if self.device_ids:
             device = torch.device("cuda", self.device_ids[0])
@@ -209,8 +209,8 @@ class DistributedDataParallel(torch.nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load parameters and buffers; names may start with ``module.``, as those of `state_dict`
-        do, or not.
+        """Load parameters and buffers; the prefix ``module.`` of names, as in `state_dict`, is
+        optional.
         """
         # A submodule may itself be called "module".
         if not self.module.state_dict(keep_vars=True).keys().isdisjoint(state_dict):
@@ -219,12 +219,12 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def _bagua(self) -> ModuleTraining | None:
-        """What the methods of `bagua_ref.distributed.BaguaModule` act on."""
+        """The training context, for the methods of `bagua_ref.distributed.BaguaModule`."""
         return context_of(self.module)
 
     @property
     def inner(self) -> ModuleTraining:
-        """The training context: buckets, hooks and everything else that algorithms use.
+        """The training context, with buckets, hooks and everything else that algorithms use.
 
         Raises:
             AttributeError: this wrapper is a copy, which trains alone.
@@ -237,7 +237,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def process_group(self) -> BaguaProcessGroup:
-        """The group that was passed; the background worker has connections of its own."""
+        """The group passed by the user; the background worker has its own connections."""
         return self.inner.given_group  # type: ignore[return-value]
 
     @property
@@ -247,7 +247,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether training forward passes that begin now communicate; can be set, as `no_sync` does
+        """Whether training forward passes communicate from now on; settable, as `no_sync` does
         temporarily.
         """
         return not self.inner.machine.skipping
@@ -257,7 +257,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.inner.machine.skipping = not value
 
     def will_sync_module_buffers(self) -> bool:
-        """Return whether a training forward pass that begins now first broadcasts buffers."""
+        """Return whether the next training forward pass begins with a broadcast of buffers."""
         return self.inner.will_broadcast_buffers() and self.require_backward_grad_sync
 
     def join(
@@ -266,8 +266,8 @@ class DistributedDataParallel(torch.nn.Module):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """Return a context in which ranks may have different numbers of batches: `bagua_ref.join`
-        of this module.
+        """Context in which ranks may have different numbers of batches; calls `bagua_ref.join` for
+        this module.
         """
         return join(
             [self],
@@ -292,7 +292,7 @@ DistributedDataParallel_V1_9_0_Interface = DistributedDataParallel
 
 
 def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
-    """Return the Bagua group with the ranks of ``process_group``: torch's or Bagua's, or None for
+    """Convert ``process_group``, torch's or Bagua's, to a Bagua group of the same ranks; None means
     the default group.
 
     Raises:
@@ -305,7 +305,7 @@ def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
 
 
 def _refuse_unsupported(arguments: dict[str, Any]) -> None:
-    """Raise an error that names the first argument of torch's class with an unsupported value."""
+    """Raise an error for the first argument of torch's class that has an unsupported value."""
     known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     for name, value in arguments.items():
         if name not in known:
@@ -324,7 +324,7 @@ def _device_ids(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> list[int] | None:
-    """Return the number of the one CUDA device, in a list, or None if none was given."""
+    """Return the index of the single CUDA device, as a list, or None if there is none."""
     devices = sorted({str(parameter.device) for parameter in module.parameters()})
     indices = [_get_device_index(d, optional=True, allow_cpu=True) for d in device_ids or ()]
     if len(indices) > 1:

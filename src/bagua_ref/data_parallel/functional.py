@@ -19,8 +19,7 @@ _DIFFERENTIABLE = (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def torch_reduce_op_to_bagua(op: Any) -> ReduceOp:
-    """Return the operator of Bagua that does what torch's ``op`` does; one of Bagua's is returned
-    as it is.
+    """Convert torch's reduce operator ``op`` to Bagua's; Bagua's own are returned unchanged.
 
     Raises:
         ValueError: Bagua has no such operator.
@@ -42,8 +41,8 @@ def torch_reduce_op_to_bagua(op: Any) -> ReduceOp:
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Tensor:
-    """Return ``tensor`` combined over all ranks; ``tensor`` stays, and gradients flow back to every
-    rank's.
+    """Return the differentiable reduction of ``tensor`` over all ranks; ``tensor`` itself is
+    unchanged.
 
     With y = sum of x over ranks, every rank's loss depends on every rank's x: the gradient of x is
     the sum over ranks of the gradients of y (of the mean: the mean). So each rank's backward is
@@ -81,8 +80,8 @@ def _apply(op: ReduceOp, group: BaguaProcessGroup, tensor: Tensor) -> Tensor:
 
 
 class _AllReduce(Function):
-    """SUM and AVG are their own derivatives' transposes, so backward is the same all-reduce,
-    differentiable again.
+    """Autograd function of the all-reduce. Its backward pass is the same all-reduce, which is
+    correct for SUM and AVG.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A GradScaler whose ranks skip the same steps."""
+"""A GradScaler that skips the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's GradScaler, whose ranks agree on skipping a step where each has gradients of its own.
+    """torch's GradScaler, with agreement between ranks on skipped steps where their gradients
+    differ.
 
     found_inf <- maximum over the ranks of found_inf
 
@@ -48,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> dict[torch.device, torch.Tensor]:
-        """As torch's, which finds overflows for both of its ways to step; they become those of all
+        """Unscale gradients as torch's class does; an overflow found on one rank counts on all
         ranks.
         """
         found_inf = super()._unscale_grads_(optimizer, *args, **kwargs)

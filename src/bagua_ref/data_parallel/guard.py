@@ -1,4 +1,4 @@
-"""Guards of a training: against a second reduction, new parameters, and optimizer steps on
+"""Guards of a training: against reduction by two wrappers, new parameters, and optimizer steps on
 gradients that were not communicated.
 """
 
@@ -30,8 +30,8 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 class StepGuard:
-    """Guard of the steps of all optimizers that hold a module's parameters, also of those that were
-    not passed when the module was wrapped, between `watch` and `unwatch`.
+    """Guard of the steps of all optimizers that hold a module's parameters, including optimizers
+    not passed when wrapping; active from `watch` to `unwatch`.
 
     Args:
         training: of the module, a `bagua_ref.data_parallel.training.ModuleTraining`; held weakly.
@@ -52,19 +52,19 @@ class StepGuard:
         weakref.finalize(self, _update_hook).atexit = False
 
     def watch(self) -> None:
-        """Begin to check the steps of all optimizers."""
+        """Start checking the steps of all optimizers."""
         with _lock:
             _guards[self] = current_world()
         _update_hook()
 
     def unwatch(self) -> None:
-        """Stop checking steps."""
+        """Stop checking optimizer steps."""
         with _lock:
             _guards.pop(self, None)
         _update_hook()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an ``optimizer`` that was passed when wrapping may step.
+        """Check the step of an ``optimizer`` that was passed when wrapping, before it begins.
 
         Raises:
             RuntimeError: it holds parameters of no wrapped module; or a parameter was swapped; or
@@ -76,8 +76,8 @@ class StepGuard:
             self._check_gradients(optimizer, known=True, inside=False)
 
     def before_unexpected_step(self, optimizer: torch.optim.Optimizer, inside: bool) -> None:
-        """Check a step that is about to begin, if it is of an optimizer that was not passed when
-        wrapping, or inside a backward pass.
+        """Check a step before it begins, if the optimizer was not passed when wrapping, or if the
+        step is inside a backward pass.
 
         Raises:
             RuntimeError: it is inside a backward pass, or the algorithm must know it, or as
@@ -120,14 +120,14 @@ class StepGuard:
             training.rounds.add_step(optimizer, self.parameters, passed=False)
 
     def _holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether ``optimizer`` has parameters of the module."""
+        """Return whether ``optimizer`` holds parameters of the module."""
         return any(
             not self.parameters.isdisjoint(map(id, group["params"]))
             for group in optimizer.param_groups
         )
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer, known: bool, inside: bool) -> None:
-        """Raise RuntimeError if the step must not use the gradients."""
+        """Raise RuntimeError if the optimizer's gradients must not be used by a step."""
         self._trained.refuse_swapped(in_backward=False)
         training: Any = self._training()
 
@@ -141,8 +141,8 @@ class StepGuard:
         )
 
     def _check_outsiders(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check, when the optimizer's parameters have changed, that it trains none that belongs to
-        no wrapped module.
+        """Raise an error if the optimizer trains parameters that belong to no wrapped module;
+        checked when its parameters have changed.
         """
         held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         ids = list(map(id, held))
@@ -185,7 +185,7 @@ class StepGuard:
 
 
 class TrainedParameters:
-    """The parameters that a module had when it was wrapped, by name; `check` detects later ones.
+    """The parameters of a module at the time of wrapping, by name; `check` detects later changes.
 
     Args:
         module: whose parameters they are; held weakly.
@@ -219,7 +219,7 @@ class TrainedParameters:
         self.note_strides()
 
     def hook(self, training: TrainingContext) -> list[RemovableHandle]:
-        """Hook the gradients of ``training``; return what removes the hooks."""
+        """Register gradient hooks for ``training``; return their handles."""
         self._hooks = [GradientHook(training, name) for name, _ in self.named]
         # not in the hooks, which the garbage collector cannot see
         self._registrations = {
@@ -232,7 +232,7 @@ class TrainedParameters:
         ]
 
     def hook_again(self) -> bool:
-        """Hook gradients again whose parameters were swapped; return whether there were any.
+        """Register the hooks of swapped parameters again; return whether there were any.
 
         Raises:
             RuntimeError: a parameter has become another kind of tensor; names it.
@@ -244,8 +244,8 @@ class TrainedParameters:
         return bool(lost)
 
     def refuse_swapped(self, in_backward: bool) -> None:
-        """Raise RuntimeError if a parameter was swapped since the last training forward pass and
-        has a gradient, or is about to get one in the backward pass under way; names it.
+        """Raise RuntimeError, with its name, for a parameter swapped since the last training
+        forward pass that has a gradient, or is about to get one in the current backward pass.
         """
         for parameter, hook in self._swapped():
             if in_backward or parameter.grad is not None:
@@ -257,20 +257,22 @@ class TrainedParameters:
                 )
 
     def _swapped(self) -> list[tuple[Parameter, GradientHook]]:
-        """Return the parameters that were swapped since their hooks were added, with these."""
+        """Return the parameters that were swapped since their hooks were registered, with these
+        hooks.
+        """
         found = zip(self.whole, self._hooks, strict=True)
         return [(p, hook) for p, hook in found if getattr(p, "_bagua_hook", None) is not hook]
 
     def owned(self) -> set[int]:
-        """Return the ids of the module's parameters, trained or not, and of those that stay local
-        on purpose.
+        """Return the ids of all parameters of the module, and of parameters that are local on
+        purpose.
         """
         module = self._module()
         others = () if module is None else module.parameters()
         return {*map(id, chain(self.whole, self._local, others))}
 
     def check(self) -> bool:
-        """Return whether the module has its trained parameters now.
+        """Return whether the module currently holds its trained parameters.
 
         It has not in a forward pass with other tensors in their place, as
         `torch.func.functional_call` runs it.
@@ -311,12 +313,12 @@ class TrainedParameters:
         return True
 
     def note_strides(self) -> None:
-        """Note the strides that the parameters have now: those of the buckets made last."""
+        """Record the current strides of the parameters, for which the buckets were made."""
         self._strides = list(map(torch.Tensor.stride, self._with_strides))
 
     def align_gradients(self) -> None:
-        """Give gradients the strides of their parameters, if those have changed between a forward
-        pass and its backward pass.
+        """Convert gradients to the strides of their parameters, if those changed between forward
+        and backward pass.
         """
         if self.have_new_strides():
             for parameter in self._with_strides:
@@ -324,14 +326,14 @@ class TrainedParameters:
                     align(parameter.grad, parameter)
 
     def have_new_strides(self) -> bool:
-        """Return whether strides have changed since `note_strides`, as by
+        """Return whether strides have changed since `note_strides`, for example by
         ``model.to(memory_format=...)``.
         """
         return list(map(torch.Tensor.stride, self._with_strides)) != self._strides
 
     def check_new_strides(self, algorithm: AlgorithmImpl) -> None:
-        """Raise RuntimeError if ``algorithm`` cannot make buckets for new strides; names a
-        parameter and its strides.
+        """Raise RuntimeError, naming a parameter with new strides, if ``algorithm`` cannot rebuild
+        its buckets.
         """
         named = [(name, parameter) for name, parameter in self.named if parameter.dim() > 1]
         for (name, parameter), before in zip(named, self._strides, strict=True):
@@ -368,8 +370,8 @@ class TrainedParameters:
         return found
 
     def _take_stock(self, module: torch.nn.Module) -> None:
-        """Remember all parameters and submodules by identity: comparing that takes microseconds,
-        naming them does not.
+        """Record all parameters and submodules by identity, which takes microseconds to compare,
+        unlike names.
         """
         self._members: list[Collection[Any]] = [
             members.values()
@@ -387,8 +389,8 @@ class TrainedParameters:
 
 
 def refuse_both(group: Group) -> None:
-    """Refuse a torch DistributedDataParallel whose forward pass is under way if its group shares
-    ranks with ``group``.
+    """Raise RuntimeError if the current forward pass is inside torch's DistributedDataParallel over
+    a group that shares more than one rank with ``group``.
 
     Raises:
         RuntimeError: they share more than this rank; says which of the two to drop.
@@ -399,8 +401,8 @@ def refuse_both(group: Group) -> None:
 
 
 def refuse_inside(module: torch.nn.Module, group: Group) -> None:
-    """Refuse torch's DistributedDataParallel in ``module``, and as ``module``; errors as
-    `refuse_both`.
+    """Raise RuntimeError if ``module`` is, or contains, torch's DistributedDataParallel; conditions
+    as for `refuse_both`.
     """
     for inside in module.modules():
         if isinstance(inside, DistributedDataParallel):
@@ -420,8 +422,8 @@ def _refuse(ddp: DistributedDataParallel, group: Group, where: str) -> None:
 
 
 def trainings_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
-    """Return each `bagua_ref.data_parallel.training.ModuleTraining` that some of ``parameters``
-    take part in.
+    """Return each `bagua_ref.data_parallel.training.ModuleTraining` that trains some of
+    ``parameters``.
     """
     ids = {*map(id, parameters)}
     found = [guard._training() for guard in _guards_here() if not guard.parameters.isdisjoint(ids)]

@@ -23,8 +23,8 @@ from bagua_ref.data_parallel.backward import State
 
 
 class GradientHook(NotCopied):
-    """The hook of a parameter, which marks each gradient ready; ``training`` is the training that
-    the parameter belongs to.
+    """Hook of a parameter that marks each gradient ready; ``training`` is the training of the
+    parameter's module.
 
     It runs for every gradient, so it must be fast.
 
@@ -40,7 +40,7 @@ class GradientHook(NotCopied):
         self.training, self.name = weakref.ref(wrapped), name
 
     def __call__(self, parameter: Any) -> None:
-        """Mark the gradient of ``parameter``, which may be the part of a sharded one."""
+        """Mark the gradient of ``parameter``, or of its shard, as ready."""
         if is_dynamo_compiling():  # asking takes a tenth of the time that an untraced call takes
             self._untraced(parameter)
             return
@@ -58,8 +58,8 @@ class GradientHook(NotCopied):
         self(parameter)
 
     def add_last(self, parameter: torch.nn.Parameter) -> RemovableHandle:
-        """Register this so that it runs after all other post-accumulate-grad hooks of
-        ``parameter``, also after later ones.
+        """Register this hook to run after all other post-accumulate-grad hooks of ``parameter``,
+        including later ones.
         """
         hooks = before = parameter._post_accumulate_grad_hooks
         if not isinstance(before, _Hooks):
@@ -77,7 +77,7 @@ class GradientHook(NotCopied):
         return handle
 
     def add_again(self, parameter: torch.nn.Parameter) -> None:
-        """Register this again after `torch.utils.swap_tensors` took it from ``parameter``.
+        """Register this hook again after `torch.utils.swap_tensors` removed it from ``parameter``.
 
         Raises:
             RuntimeError: its dtype, device or shape has changed, for which there is no bucket.
@@ -97,7 +97,7 @@ class GradientHook(NotCopied):
 
 
 def trains(module: torch.nn.Module) -> bool:
-    """Return whether a forward pass of ``module`` that begins now may be part of a training
+    """Return whether a forward pass of ``module`` that begins now can be part of a training
     step.
     """
     # Activation checkpointing repeats forward passes; torch.export runs one with stand-ins for the
@@ -106,14 +106,14 @@ def trains(module: torch.nn.Module) -> bool:
 
 
 def queue_callback(callback: Callable[[], object]) -> None:
-    """Let the autograd engine call ``callback`` at the end of the task under way; it drops it if the
-    task fails.
+    """Queue ``callback`` for the end of the current autograd task; it is dropped if the task
+    fails.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
 
 
 def call_after_backward(callback: Callable[[], object]) -> None:
-    """Call ``callback`` at the end of the outermost backward pass under way.
+    """Queue ``callback`` for the end of the outermost current backward pass.
 
     A reentrant checkpoint runs a backward pass inside another one: a node of the outer one is still
     being evaluated at its end, so the call waits until that node is done.
@@ -122,8 +122,8 @@ def call_after_backward(callback: Callable[[], object]) -> None:
 
 
 def are_for_a_call(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether ``tensors``, a module's parameters in the forward pass under way, are there
-    for this call only.
+    """Return whether ``tensors``, a module's parameters in the current forward pass, are
+    replacements for this call only.
     """
     if not all(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
         return True  # modules take nothing but parameters for good
@@ -147,8 +147,8 @@ _kind_of = attrgetter("dtype", "device", "shape")
 
 
 class _Hooks(NotCopied, OrderedDict):  # type: ignore[type-arg]
-    """The post-accumulate-grad hooks of a parameter in the order in which torch runs them: each
-    `GradientHook` after the others.
+    """Dictionary of a parameter's post-accumulate-grad hooks, in which `GradientHook` is always
+    last.
     """
 
     def __setitem__(self, key: int, hook: Any) -> None:
@@ -161,7 +161,7 @@ class _Hooks(NotCopied, OrderedDict):  # type: ignore[type-arg]
 
 
 class _Earlier(NotCopied):
-    """The hooks that a parameter had before, as one hook."""
+    """Single hook that runs all hooks registered before."""
 
     def __init__(self, hooks: dict[int, Any]) -> None:
         self._hooks = hooks

@@ -1,6 +1,4 @@
-"""Training on uneven data: ranks that have run out of batches take part in the rounds of the
-others.
-"""
+"""Training on uneven data: ranks without batches take part in the rounds of the others."""
 
 from __future__ import annotations
 
@@ -40,7 +38,8 @@ def join(
     *,
     divide_by_initial_world_size: bool = True,
 ) -> Iterator[None]:
-    """Train wrapped modules in this context though ranks may have different numbers of batches.
+    """Context in which ranks may have different numbers of batches while they train wrapped
+    modules.
 
     A rank that leaves the context takes part in the rounds of the others, without data, until all
     have left. Algorithms that keep replicas equal then give every rank the weights, buffers (as far
@@ -118,8 +117,8 @@ def join(
 
 
 def _waits(training: ModuleTraining, all_count: bool) -> bool:
-    """Return whether ranks wait for each other, so that ranks without batches have to take part in
-    the others' rounds.
+    """Return whether ranks wait for each other, so that ranks without batches must take part in the
+    others' rounds.
 
     Raises:
         NotImplementedError: the algorithm cannot train inside `join`.
@@ -156,8 +155,8 @@ def _waits(training: ModuleTraining, all_count: bool) -> bool:
 
 
 def _follow(joinings: Sequence[Joining]) -> None:
-    """Let each joining that is under way follow the ranks that have batches; several of them at
-    once, on threads of their own.
+    """Run `Joining.follow` for all active joinings; several run concurrently, each on its own
+    thread.
     """
     joinings = [joining for joining in joinings if joining.under_way]
     if len(joinings) < 2:
@@ -183,7 +182,7 @@ def _follow(joinings: Sequence[Joining]) -> None:
 
 
 class Joining:
-    """One module in a `join` context.
+    """State of one module in a `join` context.
 
     Args:
         training: the module's.
@@ -226,15 +225,15 @@ class Joining:
 
     @property
     def under_way(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Whether the joining is active: begun and not ended."""
         return self.training.rounds.joining is self
 
     def end(self) -> None:
-        """Let rounds no longer say whether this rank has batches."""
+        """Stop announcing in rounds whether this rank has batches."""
         self.training.rounds.joining, self.training.has_batches = None, True
 
     def round_ended(self, announced: Announced) -> None:
-        """Complete a round in which this rank had a batch.
+        """Handle the end of a round in which this rank had a batch.
 
         Raises:
             RuntimeError: some rank had none, and ``throws``.
@@ -252,8 +251,8 @@ class Joining:
         self.raise_if_early()
 
     def follow(self) -> None:
-        """Take part in the rounds of ranks that have batches until none has; then take over what
-        this rank has missed.
+        """Take part in the rounds of ranks with batches until there are none; then load the state
+        that this rank has missed.
         """
         training = self.training
         if context_of(training.module) is not training:
@@ -275,8 +274,8 @@ class Joining:
         self._take_over()
 
     def _shadow(self) -> Announced:
-        """Announce to the other ranks that this one has no more batches, and take part in the round
-        that they begin, if they do.
+        """Announce that this rank has no more batches; take part in the round that the other ranks
+        begin, if any.
         """
         training, rounds = self.training, self.training.rounds
         engine, traits = training.engine, training.bagua_algorithm.traits
@@ -312,8 +311,8 @@ class Joining:
         return announced
 
     def _take_over(self) -> None:
-        """End; if ranks had no batch in some rounds, let them take over the state of one that had a
-        batch in all. Collective.
+        """End the joining; if ranks had no batch in some rounds, load the state of the rank with
+        the fewest such rounds on all ranks. Collective.
         """
         training, algorithm = self.training, self.training.bagua_algorithm
         comm = training.process_group.get_global_communicator()
@@ -338,12 +337,12 @@ class Joining:
         self.end()
 
     def raise_if_early(self) -> None:
-        """Raise if training has ended early."""
+        """Raise RuntimeError if training has ended early."""
         if self.ended_early:
             raise RuntimeError(self.ended_early)
 
     def _end_early(self, announced: Announced) -> None:
-        """End after a round in which ranks had no batch, if ``throws``."""
+        """End training after a round in which ranks had no batch, if ``throws``."""
         if self._throws:
             ranks = [self.training.process_group.ranks[rank] for rank in announced.joined]
             self.ended_early = (
@@ -355,7 +354,7 @@ class Joining:
 
 
 def _sorted(joinables: Sequence[Any]) -> tuple[list[ModuleTraining], list[Any]]:
-    """Return the trainings of the modules among ``joinables``, and the other objects."""
+    """Split ``joinables`` into the trainings of modules, and other objects."""
     if not isinstance(joinables, (list, tuple)):
         raise TypeError(
             f"joinables={joinables!r} must be a list of wrapped modules, and of objects with a"

@@ -1,5 +1,5 @@
-"""Assignment of parameters to buckets, broadcast of buffers, and parameters that no rank's backward
-pass reaches (S2.1, S2.5).
+"""Assignment of parameters to buckets, broadcast of buffers, and handling of parameters unused by
+all ranks (S2.1, S2.5).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ORDER = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Buffers:
-    """A module's buffers and, if they are broadcast, connections for that: the training thread must
-    not use the worker's.
+    """A module's buffers and the connections for their broadcast, separate from the background
+    worker's, which the training thread must not use.
 
     Args:
         module: the module; held weakly, and it may replace its buffers at any time.
@@ -49,11 +49,11 @@ class Buffers:
             self.group.get_global_communicator()
 
     def are_broadcast(self) -> bool:
-        """Return whether there are buffers, and they are to be broadcast."""
+        """Return whether there are buffers to broadcast."""
         return self._wanted and bool(self._current())
 
     def broadcast(self, source: int, meter: Meter) -> None:
-        """Give every rank the buffers of rank ``source`` of the group. Collective."""
+        """Broadcast the buffers of rank ``source`` of the group. Collective."""
         assert self.group is not None, "are_broadcast() is True, and there are other ranks"
         # Autograd must not take this for a change by the user to a saved buffer: data has no
         # version.
@@ -75,8 +75,8 @@ class Buffers:
 
 
 class UnusedParameters:
-    """The parameters that backward passes have reached since the last synchronized round, and the
-    others' gradients before it.
+    """Record of the parameters reached by backward passes since the last synchronized round; stores
+    the gradients of the others during a round.
 
     Args:
         training: the training; held weakly.
@@ -104,7 +104,7 @@ class UnusedParameters:
     def noting(
         self, hook: Callable[[str, torch.nn.Parameter], object]
     ) -> Callable[[str, torch.nn.Parameter], object]:
-        """Return a backward hook that notes the parameter and calls ``hook``."""
+        """Return a backward hook that records the parameter as reached and calls ``hook``."""
         reached = self.reached
 
         def noted(name: str, parameter: torch.nn.Parameter) -> None:
@@ -114,8 +114,8 @@ class UnusedParameters:
         return noted
 
     def agree(self) -> None:
-        """Set the gradients of parameters aside that no rank has reached, so that they count as
-        zero in the round. Collective.
+        """Agree on the parameters that no rank has reached, and remove their gradients, so that
+        they count as zero in the round. Collective.
         """
         training = self._training
         parameters = training.bagua_build_params()
@@ -134,13 +134,13 @@ class UnusedParameters:
         training.unused = set(unused)
 
     def agree_without_batch(self) -> None:
-        """Tell the other ranks that this one has reached nothing. Collective."""
+        """Report to the other ranks that this rank has reached no parameters. Collective."""
         self._on_any_rank([False] * len(self._training.bagua_build_params()))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the gradients back that were set aside, after the round, except where an error memory
-        has delivered something.
+        """Restore the removed gradients after the round, except where error feedback has delivered
+        a gradient.
         """
         delivers = self._training.bagua_algorithm.delivers_errors
         for parameter, before in self._set_aside:
@@ -157,7 +157,7 @@ class UnusedParameters:
         self._set_aside, self._training.unused = [], ()
 
     def _on_any_rank(self, bits: Sequence[bool]) -> list[bool]:
-        """Return for each place whether the bit is set on any rank."""
+        """Return, for each index, whether the bit is set on any rank."""
         algorithm = self._training.bagua_algorithm
         group = self.group
         comm: Communicator = (
@@ -185,8 +185,8 @@ class UnusedParameters:
 
 
 def split_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
-    """Return ``tensors`` by dtype (bf16, f16, f32, f64), then device by first appearance, cut into
-    buckets (S2.1).
+    """Sort ``tensors`` by dtype (bf16, f16, f32, f64), then by device in order of appearance, and
+    split them into buckets (S2.1).
 
     A bucket is closed as soon as it holds ``bucket_bytes`` or more, and at every change of dtype or
     device.
@@ -219,7 +219,7 @@ def split_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[lis
 
 
 def refuse_what_cannot_be_flat(module: torch.nn.Module) -> None:
-    """Refuse parameters that cannot be moved into buckets, such as lazy ones.
+    """Raise an error for parameters that cannot be moved into buckets, such as lazy ones.
 
     Raises:
         NotImplementedError: there is one; the message names it and its type, and says what to do.

@@ -1,4 +1,4 @@
-"""Rounds of communication that begin only if all ranks agree: the only place that compares ranks
+"""Rounds of communication, which begin only if all ranks agree; the only module that compares ranks
 during training.
 
 Each rank sends each other one small message about what it is about to do. Once a round has failed,
@@ -60,7 +60,7 @@ _SHOWN = 3
 
 
 class Announced(NamedTuple):
-    """Announcements of the ranks of a training to each other.
+    """The announcements of all ranks of a training.
 
     Attributes:
         act: what those with batches are about to do: `ROUND`, `BUFFERS`, `STEP` or `PLAN`; `JOINED`
@@ -80,7 +80,7 @@ class Announced(NamedTuple):
 
     @classmethod
     def of(cls, comparison: Comparison) -> Announced:
-        """Wait for the announcements of all ranks."""
+        """Wait for all ranks' announcements, and return them."""
         received = comparison.check()
         active = [rank for rank, theirs in enumerate(received) if theirs[1] != JOINED]
         joined = [rank for rank, theirs in enumerate(received) if theirs[1] == JOINED]
@@ -89,7 +89,8 @@ class Announced(NamedTuple):
 
 
 class Comparison:
-    """A comparison of facts between ranks, under way, so that no round is ever mixed with another.
+    """A running comparison of agreement fields between ranks, which prevents rounds from being
+    mixed up.
 
     Collective: every rank brings as many facts, in the same order; making one sends them.
 
@@ -115,8 +116,8 @@ class Comparison:
         self._same = True
 
     def check(self, digest: Callable[[], Fact | None] | None = None) -> list[list[int]]:
-        """Wait for the facts of all ranks and compare them, once; return each rank's flag and
-        values.
+        """Wait for the agreement fields of all ranks and compare them, once; return each rank's
+        flag and values.
 
         Args:
             digest: returns a fact about all weights, None if they may differ; called, and compared,
@@ -160,7 +161,7 @@ class Comparison:
             )
 
     def _explain(self, fact: Fact, checksums: Sequence[int]) -> str:
-        """Return the differences behind different checksums. Collective unless they are equal."""
+        """Return the differences behind unequal checksums. Collective unless they are equal."""
         if len({*checksums} - {UNSAID}) < 2:
             return ""
         assert fact.explain is not None
@@ -178,7 +179,8 @@ def describe_texts(
     ranks: Sequence[int],
     absent: str | None = None,
 ) -> str:
-    """Return the first differences between the ranks' texts, "" if there are none. Collective.
+    """Return the first differences between the texts of the ranks; "" if there are none.
+    Collective.
 
     Args:
         texts: this rank's, each under a sentence about it, as of a `Fact`, and what follows the
@@ -204,8 +206,8 @@ def describe_texts(
 
 
 class AgreedRounds:
-    """The rounds of one training: their comparison, and the failure after which none begins any
-    more.
+    """The rounds of one training: their comparison between ranks, and the failure after which no
+    more rounds can begin.
 
     Args:
         group: the ranks of the training.
@@ -243,32 +245,32 @@ class AgreedRounds:
         self.compared: Comparison | None = None
 
     def compare(self, facts: Sequence[Fact], flag: bool = False) -> Comparison:
-        """Begin a comparison of all ranks."""
+        """Start a comparison among all ranks."""
         return Comparison(self, self._comm, self.group.ranks, facts, flag)
 
     def compare_in_node(self, facts: Sequence[Fact], flag: bool) -> Comparison:
-        """Begin a comparison of the ranks of this node."""
+        """Start a comparison among the ranks of this node."""
         return Comparison(self, self._node, self._node_ranks, facts, flag)
 
     def digest(self) -> Fact | None:
-        """Return a checksum of the values that must be equal on all ranks after a state was loaded;
-        None: there are none.
+        """Return a checksum of all values that must be equal on all ranks after a state was loaded,
+        or None.
         """
         return None
 
     def note_load(self, *_: object) -> None:
-        """Note that a state was loaded: a hook of the module and its optimizers."""
+        """Record that a state was loaded; a hook of the module and its optimizers."""
         self.loaded = True
 
     def abort(self, why: str) -> None:
-        """Cancel all future rounds on all ranks; a single rank's training goes on."""
+        """Cancel all future rounds on all ranks; training with a single rank continues."""
         if not self.broken and not self.alone:
             self.broken = why
             for group in self.groups:
                 group.abort(why)
 
     def fail(self, error: BaseException) -> None:
-        """Abort because of ``error``, and let the flight recorder write why."""
+        """Abort because of ``error``, and have the flight recorder write an explanation."""
         if not self.broken:
             why = str(error)
             if not isinstance(error, RuntimeError):  # such as Ctrl-C
@@ -278,7 +280,7 @@ class AgreedRounds:
 
     @contextmanager
     def aborting(self, kind: type[BaseException] = BaseException) -> Iterator[None]:
-        """Abort if an error of ``kind``, such as Ctrl-C, leaves this context."""
+        """Context that aborts all rounds if an error of ``kind``, such as Ctrl-C, leaves it."""
         try:
             yield
         except kind as error:
@@ -286,7 +288,7 @@ class AgreedRounds:
             raise
 
     def check_usable(self) -> None:
-        """Raise if a round has failed.
+        """Raise CommunicationError if a round has failed.
 
         Raises:
             CommunicationError: one has; says why, and how to go on.
@@ -297,7 +299,7 @@ class AgreedRounds:
 
 
 class AgreedRound(Round):
-    """A round in which all ranks compare their next steps: before its first bucket, or while its
+    """A round with a comparison of all ranks' next steps, before its first bucket or while its
     buckets run.
 
     Args:
@@ -327,7 +329,7 @@ class AgreedRound(Round):
         self._comparison: Comparison | None = None
 
     def begin(self) -> None:
-        """Begin the comparison, and end it unless buckets may run during it."""
+        """Start the comparison; also wait for its result unless buckets may run meanwhile."""
         rounds = self._rounds
         with Operation("agreement", meter=rounds.meter):
             if rounds.in_nodes:
@@ -341,7 +343,7 @@ class AgreedRound(Round):
                 self._comparison.check()
 
     def end(self) -> None:
-        """End the comparison, if `begin` has not."""
+        """Wait for the result of the comparison, unless `begin` already has."""
         if self._comparison is not None and self._alike:
             with Operation("end of round", meter=self._rounds.meter):
                 self._check(self._comparison)
@@ -386,8 +388,8 @@ class ModuleRounds(AgreedRounds):
             training.engine.new_round = self.new_round
 
     def plan(self) -> None:
-        """Note the buckets, and the order of elements in them and in those to come, which must be
-        equal on all ranks.
+        """Compute a checksum of the buckets and the order of their elements, which must be equal on
+        all ranks.
         """
         described = [
             (b.name, str(b.dtype), [list(t.shape) for t in b.tensors])
@@ -405,7 +407,7 @@ class ModuleRounds(AgreedRounds):
             self._plan_of_last_round = self._plan
 
     def new_round(self) -> Round:
-        """Return the round that begins now."""
+        """Return the next round."""
         traits = self._training.bagua_algorithm.traits
         same_plan, self._plan_of_last_round = self._plan == self._plan_of_last_round, self._plan
         facts = self.facts(ROUND)
@@ -419,13 +421,15 @@ class ModuleRounds(AgreedRounds):
         )
 
     def add_step(self, optimizer: Optimizer, trained: Container[int], passed: bool) -> None:
-        """Let the next round compare a step if ranks step alike; arguments as `TakenSteps.add`."""
+        """Record an optimizer step for comparison in the next round, if ranks step alike; arguments
+        as for `TakenSteps.add`.
+        """
         if not self.alone and self._training.bagua_algorithm.traits.same_replicas:
             self.steps.add(optimizer, trained, passed)
 
     def announce(self, act: int, flag: bool = False) -> Announced:
-        """Announce to the other ranks that this one is about to do ``act``; return what all have
-        announced. Collective.
+        """Announce the next action ``act`` of this rank; return the announcements of all ranks.
+        Collective.
 
         Args:
             act: what is not a round: `BUFFERS`, `STEP` or `PLAN`.
@@ -442,8 +446,8 @@ class ModuleRounds(AgreedRounds):
             return self._training.engine.run(compare)
 
     def end_round(self) -> None:
-        """Complete a round inside `bagua_ref.join`, and restore parameters that no rank has
-        reached.
+        """Complete a round: notify `bagua_ref.join`, if active, and restore the gradients of unused
+        parameters.
         """
         compared, self.compared = self.compared, None
         if self.joining is not None and compared is not None:
@@ -452,13 +456,13 @@ class ModuleRounds(AgreedRounds):
             self.unused.restore()
 
     def close(self) -> None:
-        """Close the connections that only rounds use."""
+        """Close the connections used only by rounds."""
         for group in self.groups[1:]:
             group.close()
 
     def facts(self, act: int) -> list[Fact]:
-        """Return this rank's facts before ``act``: all if it begins a round, else as many, of which
-        only the first have a value.
+        """Return this rank's agreement fields before ``act``; if that is no round, all but the
+        first few abstain.
         """
         training = self._training
         algorithm, optimizers = training.bagua_algorithm, training.bagua_optimizers
@@ -499,7 +503,7 @@ class ModuleRounds(AgreedRounds):
         )
 
     def digest(self) -> Fact | None:
-        """Return a checksum of weights and optimizer state, if they are equal on all ranks."""
+        """Return a checksum of weights and optimizer state, if they must be equal on all ranks."""
         replicas = self._training.bagua_algorithm.replicas()
         if not replicas:
             return None

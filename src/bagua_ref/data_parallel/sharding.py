@@ -1,5 +1,5 @@
-"""Training of what fully_shard (FSDP2) has sharded inside a node: this rank's shards stand in for
-the parameters.
+"""Training of modules sharded inside a node by fully_shard (FSDP2): this rank's shards replace the
+parameters.
 
 FSDP2 keeps each parameter as a DTensor, and calls its post-accumulate-grad hooks when the gradient
 has been reduce-scattered. What
@@ -21,8 +21,8 @@ from bagua_ref.types import Group
 
 
 class LocalShard(torch.nn.Parameter):
-    """This rank's shard of a parameter: a plain tensor in the same memory, whose gradient is that
-    of the parameter.
+    """This rank's shard of a parameter, as a plain tensor in the same memory; its gradient is the
+    parameter's.
 
     Attributes:
         sharded: the parameter, a DTensor.
@@ -32,7 +32,7 @@ class LocalShard(torch.nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """This rank's shard of the parameter's gradient."""
+        """This rank's shard of the gradient."""
         return None if self.sharded.grad is None else local(self.sharded.grad)
 
     @grad.setter
@@ -41,7 +41,7 @@ class LocalShard(torch.nn.Parameter):
 
 
 def stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return the `LocalShard` of a sharded parameter, and any other parameter itself."""
+    """Return the `LocalShard` of a sharded parameter; return other parameters unchanged."""
     if not _is_dtensor(parameter):
         return parameter
     shard = LocalShard(local(parameter))
@@ -50,7 +50,7 @@ def stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return the parameter for which `stand_in` returned this."""
+    """Return the sharded parameter of a `LocalShard`; return other parameters unchanged."""
     found: torch.nn.Parameter = (
         parameter.sharded if isinstance(parameter, LocalShard) else parameter
     )
@@ -58,7 +58,7 @@ def whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def local(tensor: Any) -> Any:
-    """Return this rank's part of a DTensor, in its memory, and any other tensor itself."""
+    """Return this rank's part of a DTensor, in the same memory; return other tensors unchanged."""
     if not _is_dtensor(tensor):
         return tensor
     with torch.no_grad():  # else it is another view each time, which cannot be moved
@@ -66,8 +66,8 @@ def local(tensor: Any) -> Any:
 
 
 def group_of(process_group: Any) -> Any:
-    """Return the Bagua group of a DeviceMesh of one dimension or of a torch ProcessGroup; one of
-    Bagua's is returned as it is.
+    """Convert a one-dimensional DeviceMesh or a torch ProcessGroup to a Bagua group; return Bagua's
+    groups unchanged.
 
     Raises:
         ValueError: a DeviceMesh of more dimensions.
@@ -93,8 +93,8 @@ def group_of(process_group: Any) -> Any:
 
 
 def ignored_names(module: torch.nn.Module, ignored: Collection[str | Tensor] = ()) -> set[str]:
-    """Return the names of a module's parameters and buffers that are neither communicated nor
-    broadcast: those in ``ignored``, and in attributes of the module.
+    """Return the names of parameters and buffers that are not communicated: those in ``ignored``,
+    and those listed in attributes of the module.
 
     Raises:
         TypeError: something else than names and tensors in ``ignored``.
@@ -117,8 +117,8 @@ def ignored_names(module: torch.nn.Module, ignored: Collection[str | Tensor] = (
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Let FSDP2 drop the whole parameters that it may still hold after a forward pass, so that it
-    gathers the shards anew.
+    """Make FSDP2 free the unsharded parameters that it may still hold after a forward pass, so that
+    it gathers the shards again.
     """
     for inside in module.modules():
         if _is_fsdp2(inside):
@@ -131,8 +131,8 @@ def check_sharded(
     group: Group,
     ignored: Collection[str | Tensor] = (),
 ) -> None:
-    """Refuse sharded parameters that ``algorithm`` cannot train in ``group``, and what
-    `ignored_names` refuses.
+    """Raise an error for sharded parameters that ``algorithm`` cannot train in ``group``, and for
+    invalid ``ignored`` names.
 
     Raises:
         NotImplementedError: there are some; names the parameter, and says what to do.
@@ -182,7 +182,7 @@ def check_sharded(
 
 
 def place_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make DTensors of an optimizer's state that came from a rank with the same shards."""
+    """Convert optimizer state received from a rank with the same shards to DTensors."""
     for parameter, state in optimizer.state.items():
         if _is_dtensor(parameter):
             shape = local(parameter).shape
@@ -197,7 +197,7 @@ def place_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _like(sharded: Any, shard: Tensor) -> Any:
-    """Return a DTensor as ``sharded`` in the memory of ``shard``."""
+    """Return a DTensor with the layout of ``sharded``, in the memory of ``shard``."""
     kind = type(sharded.data)
     with torch.no_grad():
         return kind.from_local(

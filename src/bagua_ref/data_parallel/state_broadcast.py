@@ -29,7 +29,8 @@ parameter's elements.
 
 @contextmanager
 def refusing_together(comm: Communicator, ranks: Sequence[int]) -> Iterator[None]:
-    """Raise on all ranks if one of them raises in this context, in which none waits for another.
+    """Context that raises an exception on all ranks if it is raised on one; ranks must not wait for
+    each other inside.
 
     Collective, so that the others do not wait for a rank that refuses its module.
 
@@ -63,7 +64,7 @@ def broadcast_state(
     settings: Mapping[str, str],
     ranks: Sequence[int],
 ) -> None:
-    """Give every rank the first one's parameters, buffers, optimizer state and options (S5).
+    """Broadcast the first rank's parameters, buffers, optimizer state and options (S5).
 
     Args:
         module: with the same names, shapes and dtypes on all ranks.
@@ -97,8 +98,8 @@ def warn_of_drift(
     comm: Communicator,
     ranks: Sequence[int],
 ) -> None:
-    """Warn on every rank if optimizers can step to other bits with equal gradients: ranks have
-    other versions of torch or kernels.
+    """Warn on every rank if optimizer steps with equal gradients can differ in bits, because ranks
+    have different versions of torch or kernels.
 
     Args:
         parameters: those that are equal on all ranks.
@@ -131,9 +132,7 @@ def share_state(
     comm: Communicator,
     source: int,
 ) -> None:
-    """Give every rank the ``tensors`` of rank ``source``, and the state and options of its
-    optimizers.
-    """
+    """Broadcast the ``tensors`` of rank ``source``, and the state and options of its optimizers."""
     broadcast_coalesced([local(tensor).detach() for tensor in tensors], source, comm)
     for optimizer in optimizers:
         found = share_object((optimizer.state_dict(), optimizer.defaults), comm, source)
@@ -143,8 +142,8 @@ def share_state(
 
 
 def share_object(mine: Any, comm: Communicator, source: int) -> Any:
-    """Return ``mine`` of rank ``source``, its tensors on the CPU: receivers may not have the
-    sender's devices.
+    """Broadcast ``mine`` of rank ``source``, with tensors on the CPU, since receivers may not have
+    the sender's devices.
     """
     on_cpu = (
         tree_map_only(torch.Tensor, lambda tensor: local(tensor).detach().cpu(), mine)
@@ -157,7 +156,7 @@ def share_object(mine: Any, comm: Communicator, source: int) -> Any:
 def _described(
     tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, str]:
-    """Return descriptions of everything that must be equal on all ranks, by name."""
+    """Describe everything that must be equal on all ranks, by name."""
     texts = {}
     for name, tensor in tensors.items():
         is_parameter = isinstance(tensor, torch.nn.Parameter)
@@ -178,8 +177,8 @@ def _described(
 
 
 def _differences_between(mine: dict[str, str], comm: Communicator, ranks: Sequence[int]) -> str:
-    """Return on every rank who differs in what, "" if all have the same texts under the same names,
-    in the same order. Collective.
+    """Return the differences between the ranks' texts, on every rank; "" if names, texts and order
+    are equal. Collective.
     """
     digest = hashlib.sha256(repr(list(mine.items())).encode()).digest()[:8]
     digests = comm.exchange_ints([int.from_bytes(digest, "big", signed=True)])()

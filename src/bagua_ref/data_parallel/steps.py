@@ -21,7 +21,7 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 @dataclass(eq=False)
 class _Group:
-    """The options of a group when its optimizer stepped.
+    """Options of a parameter group at an optimizer step.
 
     Attributes:
         names: of the options.
@@ -43,7 +43,8 @@ class _Group:
 
 
 class TakenSteps:
-    """The steps of a module's optimizers since the last round, and the options of those steps.
+    """Record of the steps of a module's optimizers since the last round, with the options of those
+    steps.
 
     Options are read when an optimizer steps, as a scheduler may change them at another moment on
     each rank. Compared are numbers and strings among those that the optimizer declares as its
@@ -58,7 +59,7 @@ class TakenSteps:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew, as after a round."""
+        """Clear the record, after a round."""
         self._last: dict[Optimizer, list[_Group]] = {}
         """Those of each optimizer's last step since the round."""
         self._pending: Optimizer | None = None
@@ -68,7 +69,7 @@ class TakenSteps:
         self._checksum = self._not_passed = 0
 
     def add(self, optimizer: Optimizer, trained: Container[int], passed: bool) -> None:
-        """Record a step.
+        """Record an optimizer step.
 
         Args:
             optimizer: takes the step.
@@ -104,9 +105,7 @@ class TakenSteps:
             self._complete()
 
     def facts(self, compared: bool) -> list[Fact]:
-        """Return what is compared at the beginning of a round; if not ``compared``, without
-        values.
-        """
+        """Return the agreement fields of the recorded steps; they abstain unless ``compared``."""
         if compared:
             self._complete()
         last, several = self._last, len(self._last) > 1
@@ -153,8 +152,8 @@ class TakenSteps:
 
 
 def _read(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return ``value`` as it is now, with numbers for tensors, or copies that are on the way; add
-    the tensors to ``tensors``.
+    """Return the current ``value``, with tensors replaced by numbers, or by copies still in
+    transfer; append the tensors to ``tensors``.
     """
     if isinstance(value, (tuple, list)):
         return [_read(item, tensors) for item in value]

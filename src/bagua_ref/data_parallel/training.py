@@ -1,4 +1,4 @@
-"""Distributed training of one module: its buckets and the hooks that drive them (S2.1, S5)."""
+"""Distributed training of one module: its buckets, and the hooks that run them (S2.1, S5)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _FAILED = "one of its backward passes failed after communication had begun"
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a training.
+    """Options of distributed training.
 
     Attributes:
         do_flatten: keep each bucket's tensors in one storage.
@@ -81,7 +81,7 @@ class Options:
 
 
 class ModuleTraining(TrainingContext):
-    """The training of one module, which owns the hooks.
+    """Distributed training of one module; owns the hooks.
 
     Creating one is collective over ``group``: it makes a group of its own with the same ranks and
     broadcasts the first rank's state. A deep copy or pickle of the module is an ordinary module,
@@ -209,8 +209,8 @@ class ModuleTraining(TrainingContext):
             )
 
     def publish(self) -> None:
-        """Set the attributes of `bagua_ref.distributed.BaguaModule` on the module, and begin to
-        count.
+        """Set the attributes of `bagua_ref.distributed.BaguaModule` on the module, and start the
+        counters.
 
         Unwrapped modules have none of these attributes. What was sent when wrapping is no traffic
         of training.
@@ -225,7 +225,7 @@ class ModuleTraining(TrainingContext):
         self.engine.meter.bytes_before = self._bytes_sent()
 
     def withdraw(self) -> None:
-        """Remove the attributes that `publish` set, but leave a name that the user gave."""
+        """Remove the attributes set by `publish`, except a name given by the user."""
         attributes = self.module.__dict__
         for name in ("_bagua", *_PUBLISHED):
             attributes.pop(name, None)
@@ -235,7 +235,7 @@ class ModuleTraining(TrainingContext):
 
     @property
     def bagua_train_step_counter(self) -> int:
-        """Training forward passes begun since wrapping; a checkpoint restores the number."""
+        """Number of training forward passes begun since wrapping; restored by checkpoints."""
         return self._train_steps
 
     @bagua_train_step_counter.setter
@@ -243,7 +243,7 @@ class ModuleTraining(TrainingContext):
         self._train_steps = self.module.__dict__["bagua_train_step_counter"] = value
 
     def reset(self) -> None:
-        """Get tensors, buckets, operations and hooks from the algorithm (S5); the state is not
+        """Rebuild tensors, buckets, operations and hooks from the algorithm (S5); the state is not
         broadcast again.
         """
         algorithm, options = self.bagua_algorithm, self.options
@@ -271,8 +271,8 @@ class ModuleTraining(TrainingContext):
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
     def take_strides(self) -> None:
-        """Make new buckets if the strides of parameters have changed, as by
-        ``model.to(memory_format=...)``; collective where they have (S2.3).
+        """Rebuild the buckets if parameters have new strides, as after
+        ``model.to(memory_format=...)``; collective if they have (S2.3).
 
         Raises:
             CommunicationError: they have not on all ranks.
@@ -285,7 +285,7 @@ class ModuleTraining(TrainingContext):
 
     @property
     def bucket_bytes(self) -> int:
-        """The size at which a bucket is closed."""
+        """Size in bytes at which a bucket is closed."""
         return (
             get_default_bucket_size()
             if self.options.bucket_bytes is None
@@ -337,14 +337,14 @@ class ModuleTraining(TrainingContext):
                     tensor.grad_fn.register_prehook(mark)
 
     def _output_reached(self, synchronized: bool, gradients: Any) -> None:
-        """Tell the machine that a backward pass has come to the output of a forward pass: a hook of
-        the nodes behind it.
+        """Report to the state machine that a backward pass has reached the output of a forward
+        pass; a hook of the output's autograd nodes.
         """
         self._perform(self.machine.output_reached(synchronized, queue_callback))
 
     def first_gradient(self, name: str, parameter: Any) -> bool:
-        """Return whether the backward pass that delivers a gradient now is synchronized; called
-        only while none is known to be.
+        """Handle the first gradient of a backward pass; return whether the pass is synchronized.
+        Not called once a synchronized pass is known.
         """
         refuse_in_child(self._pid)
         if self.rounds.unused is not None:
@@ -443,15 +443,15 @@ class ModuleTraining(TrainingContext):
         self.rounds.end_round()
 
     def reshard(self) -> None:
-        """If the module is sharded, let its next forward pass gather the weights anew, as they have
-        changed.
+        """Discard gathered weights of a sharded module, because the weights have changed; the next
+        forward pass gathers them again.
         """
         if self.shards:
             reshard(self.module)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Skip all communication of training forward passes that begin in this context, and of
+        """Context without communication for the training forward passes that begin in it, and for
         their backward passes (S5).
         """
         machine = self.machine
@@ -477,7 +477,7 @@ class ModuleTraining(TrainingContext):
         )
 
     def close(self) -> None:
-        """Remove the hooks, end the background thread and close its connections."""
+        """Remove the hooks, stop the background thread and close its connections."""
         for handle in self._handles:
             handle.remove()
         self._guard.unwatch()
@@ -490,8 +490,8 @@ class ModuleTraining(TrainingContext):
 
 
 class _BackwardEnd:
-    """The end of a backward pass, which the autograd engine calls, or drops if the pass fails: then
-    the other ranks need not wait until this one goes on, which it may never do.
+    """Callback for the end of a backward pass. The autograd engine drops it if the pass fails; then
+    the rounds are aborted, so that other ranks do not wait for this one, which may never continue.
     """
 
     def __init__(self, training: ModuleTraining) -> None:

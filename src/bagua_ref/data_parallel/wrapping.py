@@ -53,7 +53,7 @@ def wrap(
     options: Options,
     caller: str = "with_bagua",
 ) -> None:
-    """Train ``module`` together with the other ranks from now on; wrapping again replaces the
+    """Wrap ``module`` for training together with the other ranks; wrapping again replaces the
     algorithm (S5).
 
     Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``caller`` is what the
@@ -112,7 +112,7 @@ def wrap(
 
 
 def _warn_of_leaders(algorithm: Any, group: Group) -> None:
-    """Warn if ``hierarchical=True`` saves nothing, as all ranks are on one node."""
+    """Warn if ``hierarchical=True`` saves nothing because all ranks are on one node."""
     known = type(algorithm).__module__.startswith("bagua_ref.")
     if not known or not getattr(algorithm, "hierarchical", False) or len(group.nodes) > 1:
         return
@@ -138,7 +138,7 @@ def train(
     timeout: float | None = None,
     ignored: Iterable[str | torch.Tensor] = (),
 ) -> Iterator[torch.nn.Module]:
-    """Train ``model`` together with the other ranks in this context, whichever of its methods
+    """Context that trains ``model`` together with the other ranks, whichever of its methods
     computes the loss (S5).
 
     The first gradient of each backward pass stands in for the beginning of the training forward
@@ -215,8 +215,8 @@ def train(
 
 
 def resynchronize(module: torch.nn.Module) -> None:
-    """Make the training of ``module`` anew, with new connections, from the state and counters of
-    the group's first rank.
+    """Rebuild the training of ``module`` with new connections, from the state and counters of the
+    group's first rank.
 
     Collective. Whatever was under way is forgotten.
 
@@ -255,12 +255,13 @@ def resynchronize(module: torch.nn.Module) -> None:
 
 
 def context_of(module: torch.nn.Module) -> ModuleTraining | None:
-    """Return the training context of ``module``, None if it is not wrapped."""
+    """Return the training context of ``module``, or None if it is not wrapped."""
     return cast("ModuleTraining | None", getattr(uncompiled(module), "_bagua", None))
 
 
 def named(name: str, optimizers: Sequence[torch.optim.Optimizer], **options: Any) -> Algorithm:
-    """Return the algorithm that is registered as ``name``; "qadam" takes the one optimizer.
+    """Return a new instance of the algorithm registered as ``name``; "qadam" uses the only
+    optimizer.
 
     Raises:
         ValueError: there is none, or "qadam" has another optimizer than one QAdamOptimizer.
@@ -327,7 +328,7 @@ def _check(module: torch.nn.Module, algorithm: Algorithm, group: Group, options:
 
 
 class Recipe:
-    """An algorithm's name and options, before there is a module and its optimizers.
+    """An algorithm's name and options, for creating it once the module and its optimizers exist.
 
     Args:
         algorithm: a registered name.
@@ -358,7 +359,7 @@ class Recipe:
         self.do_flatten, self.find_unused_parameters = do_flatten, find_unused_parameters
 
     def wrap(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Wrap ``module``; "qadam" takes the one optimizer.
+        """Wrap ``module`` with a new instance of the algorithm; "qadam" uses the only optimizer.
 
         Raises:
             ValueError: "qadam" has another optimizer than one QAdamOptimizer.
@@ -369,8 +370,8 @@ class Recipe:
 
 
 def call_if_there(name: str, module: torch.nn.Module) -> None:
-    """Call ``abort`` or ``resume`` of the algorithm of ``module``, if it is wrapped and its
-    algorithm has such a method.
+    """Call ``abort`` or ``resume`` of the module's algorithm, if the module is wrapped and the
+    algorithm has this method.
     """
     context = context_of(module)
     method = None if context is None else getattr(context.bagua_algorithm, name, None)
