@@ -239,7 +239,9 @@ class WeightLockHooks:
         self._forward: _Hold | None = None
         self._step: _Hold | None = None
         self._dropped: list[_Hold] = []
-        """Holds to release: finalizers may run anywhere, so they only add to this list."""
+        """Weight locks to release. Finalizers may run anywhere, so they only append to this
+        list.
+        """
         for op in ops:
             op.lock.on_wait = OwnHook(self.collect)
         self._handles: list[Any] = [

@@ -169,37 +169,39 @@ class AlgorithmImpl(NotCopied):
         return context
 
     algorithm: ClassVar[Any] = None
-    """The class of its options; `implements` sets it."""
+    """The class of the algorithm's options; set by `implements`."""
 
     name = "this algorithm"
     """The algorithm's name in messages and states."""
 
     entries: frozenset[str] = frozenset()
-    """Entries of `state_dict` that every state must have, besides those that all algorithms save."""
-
-    stores: Mapping[str, TensorStore | ErrorMemories] = MappingProxyType({})
-    """Stores of tensors kept from round to round, by the entry of `state_dict` that holds
-    theirs.
+    """Entries of `state_dict` required in every state, in addition to those that all algorithms
+    save.
     """
 
+    stores: Mapping[str, TensorStore | ErrorMemories] = MappingProxyType({})
+    """Stores of tensors kept from round to round, by their entry in `state_dict`."""
+
     counted: tuple[str, ...] = ()
-    """Attributes of this object that are among its `counters`."""
+    """Names of attributes of this object that are among its `counters`."""
 
     rank_state: frozenset[str] = frozenset()
-    """Entries of `state_dict` that only the same rank of as many ranks can load; `load_state_dict`
-    takes states without them.
+    """Entries of `state_dict` that can only be loaded by the same rank of the same number of ranks;
+    `load_state_dict` accepts states without them.
     """
 
     phases: tuple[Traits, ...] = (Traits(),)
     """The traits of each phase."""
 
     background: AveragingThread | None = None
-    """The background averaging of weights, which training has to stop before it changes them; None:
+    """The background averaging of weights, which training must stop before it changes them; None:
     rounds belong to steps.
     """
 
     passes = 0
-    """Backward passes begun outside `no_sync`; where rounds follow steps, since the last round."""
+    """Number of backward passes begun outside `no_sync`; where rounds follow steps, since the last
+    round.
+    """
 
     handles: Sequence[Any] = ()
     """Hooks that `close` removes by ``handle.remove()``."""
@@ -428,13 +430,17 @@ class Algorithm:
     """
 
     takes_shards = False
-    """Whether it trains this rank's shards of parameters that fully_shard (FSDP2) has sharded."""
+    """Whether it supports parameters sharded by fully_shard (FSDP2), by training this rank's
+    shards.
+    """
 
     takes_float64 = True
-    """Whether it can send float64, which no codec compresses."""
+    """Whether it supports float64, which no codec compresses."""
 
     counts_steps = False
-    """Whether it counts the steps of the last optimizer, so that there must be one."""
+    """Whether it counts the steps of the last optimizer, so that at least one optimizer is
+    required.
+    """
 
     def __post_init__(self) -> None:
         """Check the options of a dataclass: the text "False" would be true."""
@@ -472,7 +478,7 @@ class Algorithm:
             )
 
     implementation: ClassVar[Any] = None
-    """The class of its implementation, of which `reify` makes an instance."""
+    """The implementation's class, instantiated by `reify`."""
 
     def reify(self, process_group: Group) -> AlgorithmImpl:
         """Return an implementation that communicates in ``process_group``."""

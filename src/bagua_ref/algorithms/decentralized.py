@@ -121,8 +121,8 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         options = DecentralizedAlgorithm(hierarchical, peer_selection_mode, communication_interval)
         super().__init__(process_group, options)
         self._averaging = False
-        """Whether the last training forward pass marked the weights ready, and no backward pass has
-        copied the result back yet.
+        """Whether the last training forward pass marked the weights ready, and the result is not
+        copied back yet.
         """
         self._averagings = 0
         self._guard = GraphGuard(WEIGHTS_AVERAGED)
@@ -223,7 +223,7 @@ class GraphGuard:
     def __init__(self, message: str) -> None:
         self._message = message
         self.overwritten = 0
-        """How often the weights were overwritten."""
+        """Number of times that the weights were overwritten."""
 
     def watch(self, module: torch.nn.Module) -> RemovableHandle:
         """Register a forward hook on ``module``, the module that training calls; return its

@@ -214,23 +214,23 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         super().__init__(process_group, **options)
         self._is_sparse = self.options.top_k is not None
         self.memories: Any = TensorStore("memories") if self._is_sparse else ErrorMemories()
-        """What ranks have left out: e by parameter, or e and f by part of a fragment."""
+        """This rank's residuals: e by parameter, or e and f by part of a fragment."""
         if self._is_sparse or self.options.error_feedback:
             self.stores, self.rank_state = {"memories": self.memories}, frozenset({"memories"})
         self._fragments: list[Fragment] = []
         self._taken = False
-        """Whether g has been taken from the weights, or loaded."""
+        """Whether g was initialized, from the weights or from a checkpoint."""
         self._loads = 0
-        """How often weights had been loaded by the last forward pass."""
+        """Number of loads of weights up to the last forward pass."""
         self._state_loaded = False
-        """Since the last forward pass."""
+        """Whether a state was loaded since the last forward pass."""
         self._in_flight: InFlight | None = None
         self._sending = 0
-        """The fragment that is sent, or was sent last."""
+        """Index of the fragment sent last."""
         self.outer_steps = 0
-        """A checksum of the settings with which outer optimizers have stepped."""
+        """Checksum of the settings of all outer optimizer steps so far."""
         self._showing = 0
-        """How many `global_weights` contexts the caller is in."""
+        """Number of active `global_weights` contexts."""
 
     @property
     def fragments(self) -> list[list[str]]:

@@ -23,9 +23,11 @@ from bagua_ref.errors import CommunicationError
 from bagua_ref.scheduling.engine import Engine
 
 _SAMPLED = 8
-"""Elements of the weights: eight that a clip has moved to its bounds are unlikely."""
+"""Number of sampled elements of the weights: it is unlikely that clipping has moved eight elements
+to its bounds.
+"""
 _REMEMBERED = 10**5
-"""Samples of earlier weights, about 10 MB."""
+"""Maximum number of samples of earlier weights, about 10 MB."""
 
 
 def checked_fragments(fragments: int | Sequence[Sequence[str]]) -> int | list[list[str]]:

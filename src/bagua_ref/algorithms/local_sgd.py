@@ -107,10 +107,10 @@ class LocalUpdatesImpl(AlgorithmImpl):
         super().__init__(process_group, self.algorithm(**options))
         self.rounds = self.options.rounds()
         self._past_warmup: bool | None = None
-        """Whether the buckets are those of the local phase; None before there are any."""
+        """Whether the current buckets are those of the local phase; None before there are any."""
         self._drifts: dict[int, Sequence[Tensor]] = {}
-        """For each part of the model that was exchanged, the norms of what its weights differed
-        from the result then.
+        """For each exchanged part of the model, the norms of the difference between local weights
+        and result.
         """
 
     @property
@@ -224,7 +224,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
                 for traits, in_node in ((warmup, False), (local, True), (local, False))
             )
         self._parts: list[Sequence[Tensor]] = []
-        """The parameters in parts of about the size of a bucket."""
+        """The parameters, in parts of about the size of a bucket."""
         self._averaging_weights = False
 
     @property

@@ -137,7 +137,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         )
         super().__init__(process_group, options)
         self.optimizer_steps = 0
-        """Steps that the last optimizer has taken."""
+        """Number of steps of the last optimizer."""
 
     def facts(self) -> list[Fact]:
         """Return the number of optimizer steps, which schedules rounds, and of backward passes,

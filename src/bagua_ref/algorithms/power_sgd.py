@@ -103,7 +103,7 @@ class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
     def __init__(self, process_group: Group, **options: Any) -> None:
         super().__init__(process_group, **options)
         self._places: dict[str, int] = {}
-        """i of each parameter: its place in the order in which parameters enter buckets."""
+        """i of each parameter: its index in the order in which parameters enter buckets."""
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the gradients, last layer first."""

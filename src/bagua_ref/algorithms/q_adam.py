@@ -25,7 +25,7 @@ from bagua_ref.types import Group
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
 _LISTED = 10
-"""Parameters that a warning names."""
+"""Maximum number of parameters named in a warning."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +131,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         )
         self.phases = (traits, traits)
         self._compressing: bool | None = None
-        """Whether the buckets hold momenta; None before there are any."""
+        """Whether the current buckets hold momenta; None before there are any."""
         self._momenta: list[MomentumBucket] = []
 
     @property

@@ -21,8 +21,8 @@ from bagua_ref.comm_ops import ErrorMemory
 __all__ = ["BLOCK", "MomentumBucket", "QAdamOptimizer"]
 
 BLOCK = 65536
-"""Number of elements handled at a time on a CPU: fresh memory of a bucket's size takes longer to get
-than to fill.
+"""Number of elements processed at a time on a CPU: allocating memory of a bucket's size takes
+longer than filling it.
 """
 
 
@@ -214,15 +214,15 @@ class MomentumBucket:
         self._optimizer, self._scaler, self._bucket = optimizer, scaler, bucket
         self._unused, self._memory, self._place = unused, memory, place
         self._before: Tensor | None = None
-        """The momenta before the round."""
+        """Copy of the momenta from before the round."""
         self._errors: tuple[Tensor, Tensor] | None = None
-        """The errors before the round."""
+        """The compression errors (e and f) from before the round."""
         self._undo_at: int | None = None
-        """Go back to ``_before`` first if the optimizer has still taken so many steps: then the
-        last one was skipped.
+        """Step count at which to restore ``_before`` first: if the count is unchanged, the last
+        step was skipped.
         """
         self.overflowed = False
-        """Whether the last result did."""
+        """Whether the last result overflowed."""
 
     def update(self, bucket_name: str) -> None:
         """Update the momenta with the local gradient: ``m <- beta1*m + (1-beta1)*g`` (S5.5)."""

@@ -18,9 +18,9 @@ from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.types import Group
 
 _VERSION = 1
-"""Of all states."""
+"""Version of the format of all states."""
 _COUNT = range(10**18)
-"""Values that a counter may have, so that it can go on and still be sent as an int64."""
+"""Range of counters, in which they can be incremented and sent as int64."""
 _BUCKET = {
     "tensors": [str],
     "numel": NATURAL,
@@ -30,9 +30,7 @@ _BUCKET = {
 }
 
 _Key = tuple[tuple[str, ...], int, int]
-"""The tensors with their shapes and strides, the elements with padding, and the number of
-chunks.
-"""
+"""Tensors with shapes and strides, number of elements with padding, and number of chunks."""
 
 
 def communicator_of(group: Group, hierarchical: bool) -> Any:
@@ -163,9 +161,9 @@ class TensorStore(dict[str, Tensor]):
     def __init__(self, what: str) -> None:
         self._what = what
         self._layouts: dict[str, Layout] = {}
-        """Strides of the tensors that were expected; others were loaded before that."""
+        """Strides of the expected tensors; other tensors were loaded before they were expected."""
         self._flats: dict[tuple[str, ...], Tensor] = {}
-        """Flat tensors by the names of the tensors that lie in them."""
+        """Flat tensors, by the names of the tensors stored in them."""
 
     def expect(self, name: str, like: Tensor, layout: Layout | None = None) -> None:
         """Add a tensor of the shape, dtype and device of ``like``, unless the store already has

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
-"""The dtypes that codecs take (S4.5, S12)."""
+"""The dtypes that codecs support (S4.5, S12)."""
 
 ALIGNMENT = 32
 """The size of each chunk's payload is a multiple of this many bytes (S4.1, S12)."""

@@ -92,9 +92,7 @@ class Layout:
         self.strides = row_major if strides is None else tuple(strides)
         self._effective = effective_strides(self.shape, self.strides)
         self._axes: list[int] | None = None
-        """The axes, the one with the largest strides first; None if that is their order, so that
-        this is row-major.
-        """
+        """Axes by descending stride; None for row-major layouts."""
         if self._effective != effective_strides(self.shape, row_major):
             self._axes = sorted(range(len(shape)), key=self._effective.__getitem__, reverse=True)
 

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _REMEMBERED = 256
-"""Number of last operations kept for each rank."""
+"""Number of recent operations kept per rank."""
 
 
 class Event(Protocol):
@@ -140,19 +140,19 @@ class World:
     """
 
     board: Any = None
-    """A store of torch in memory that all ranks of a simulation share; None outside of one."""
+    """An in-memory torch store shared by all ranks of a simulation; None outside of one."""
 
     meter: Any = None
-    """The `bagua_ref.observe.meter.Meter` of the module that this rank wrapped last; None before
-    that.
-    """
+    """The `bagua_ref.observe.meter.Meter` of the most recently wrapped module; None before that."""
 
     known_identity: Identity | None = None
-    """Set by ``init_process_group()``, which may know more than the environment variables."""
+    """Identity set by ``init_process_group()``, which may know more than the environment
+    variables.
+    """
 
     was_in_job = False
-    """Whether this process was in an earlier job, whose store may still answer in place of the next
-    one's.
+    """Whether this process was in an earlier job, whose store may still answer at the next job's
+    address.
     """
 
     @cached_property
@@ -260,7 +260,7 @@ def use_world(world: World) -> Iterator[World]:
 
 
 _streams: dict[tuple[int, int], Any] = {}
-"""The streams that have been current, by device and handle."""
+"""All streams that were current so far, by device and handle."""
 
 
 def current_stream(device: torch.device) -> Any:

@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 SCALAR = (str, int, float, bool, type(None))
-"""The form of a value that is neither a list nor an object."""
+"""Form of a value that is neither a list nor an object."""
 
 NATURAL = range(2**63)
-"""The form of a count."""
+"""Form of a count."""
 
 _NAMES = {
     dict: "an object",

@@ -261,16 +261,14 @@ class FlatStorage:
             zeros = torch.zeros(self.numel - self.filled, dtype=self.dtype, device=self.device)
             self.padding_tensor = register(zeros, f"bagua_padding_tensor_bucket_{name}")
         self._flat: Tensor | None = None
-        """The effective tensors' own storage if flat, else a buffer made when it is first
-        needed.
-        """
+        """If flat, the effective tensors' own storage; else a buffer, allocated at first use."""
         self._views: list[Tensor] = []
-        """If flat, each tensor's part of ``_flat``, in its shape and strides."""
+        """If flat, views of ``_flat`` in each tensor's shape and strides."""
         if flatten:
             self._move_together(effective)
         self._positions = list(_positions(self._views))
         self._memory = range(0)
-        """If flat, the addresses of its storage."""
+        """If flat, the address range of the storage."""
         if self._flat is not None:
             storage = self._flat.untyped_storage()
             self._memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())

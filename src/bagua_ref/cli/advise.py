@@ -47,7 +47,7 @@ _OPTIONS = {
         ":period=32,top_k=64,compression='Stat2'",
     ),
 }
-"""Options with which algorithms are compared; the others are compared as they are."""
+"""Options with which algorithms are compared; algorithms without an entry use their defaults."""
 _LINK = [(int, float)] * 2
 _COSTS = {
     "between?": _LINK,
@@ -58,7 +58,7 @@ _COSTS = {
     "shared_processor": bool,
     "about": str,
 }
-"""Form of measured costs: seconds; of a link per message and per byte."""
+"""Form of measured costs, in seconds; costs of a link are per message and per byte."""
 
 
 def candidates() -> list[str]:

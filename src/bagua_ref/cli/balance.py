@@ -22,7 +22,7 @@ COSTS: dict[str, Callable[[int, float], float]] = {
     "padded": lambda size, longest: size * longest,
     "attention": lambda size, longest: size * longest * longest,
 }
-"""Name -> cost of a batch by its size and the length of its longest sample."""
+"""Name -> function of batch size and longest sample that returns a batch's cost."""
 _DRAWN = 60  # steps in the plot: more would be unreadable
 
 

@@ -63,7 +63,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"matrix_approximation_rank": 4, "warmup_steps": 10},
     "topk": {"ratio": 0.05, "warmup_steps": 10},
 }
-"""Options that suit this task, by algorithm; those of the others suit it as they are."""
+"""Options that suit this task, by algorithm; algorithms without an entry use their defaults."""
 # on one node, hierarchical communication saves no traffic, so it is off
 RECIPES = {
     name: Recipe(
@@ -76,7 +76,7 @@ RECIPES = {
         GlobalAlgorithmRegistry.items(), key=lambda item: item[0] != "gradient_allreduce"
     )
 }
-"""Algorithms by name, the one to compare with first."""
+"""Algorithms by name; the first is the baseline of the comparison."""
 
 
 @dataclass(frozen=True)

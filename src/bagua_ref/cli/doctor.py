@@ -46,16 +46,14 @@ _PREFIXES = (
     "SLURM_",
     "WORLD_SIZE",
 )
-"""Beginnings of the names of environment variables that are shown."""
+"""Prefixes of the environment variables to show."""
 _COLUMNS = 80
 _EXTRAS = {
     "conformance": "bagua-ref verify, vectors and trace",
     "demo": "bagua-ref demo and pictures",
     "fakeredis": "CacheLoader(backend='fakeredis')",
 }
-"""Extra -> parts of the package that cannot run without it; trainers and CUDA are in topics of
-their own.
-"""
+"""Extra -> parts of the package that need it; trainers and CUDA are separate topics."""
 
 
 def run(arguments: Namespace) -> Outcome:

@@ -14,10 +14,10 @@ from bagua_ref.explain.picture import draw_timeline
 __all__ = ["JSON_VERSION", "run"]
 
 JSON_VERSION = 1
-"""Version of the result that ``--json`` prints."""
+"""Version of the ``--json`` output."""
 
 _MAX_SIMULATED = 8
-"""Ranks of the command to try: errors of a program seldom need more."""
+"""Maximum number of ranks in the suggested command: errors of a program seldom need more."""
 
 
 def run(arguments: Namespace) -> Outcome:

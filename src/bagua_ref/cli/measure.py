@@ -41,15 +41,15 @@ from bagua_ref.simulation import SimulatedWorld
 __all__ = ["check_fits", "fit_links", "run", "time_operations", "times_of"]
 
 _SIZES = (1 << 6, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
-"""Elements of the all-reduced tensors."""
+"""Numbers of elements of the tensors to all-reduce."""
 _LONGEST = 1.0
-"""Seconds of an all-reduce after which no larger one is timed: over slow links it would take
-minutes and add nothing.
+"""Time of an all-reduce, in seconds, after which larger ones are skipped: over slow links they
+would take minutes and add nothing.
 """
 _BUCKETS = 4
-"""Buckets of the trainings in which operations are timed."""
+"""Number of buckets in the training runs that time operations."""
 _SMALL, _LARGE = 24, 512
-"""Rows and columns of each bucket's matrix; `powersgd` compresses even the small ones."""
+"""Side of each bucket's square matrix; `powersgd` compresses even the small ones."""
 
 
 def run(arguments: Namespace) -> Outcome:

@@ -26,7 +26,7 @@ from bagua_ref.simulation.schedules import FAULTS, Fault, Schedule
 __all__ = ["JSON_VERSION", "run"]
 
 JSON_VERSION = 1
-"""Version of the result that ``--json`` prints."""
+"""Version of the ``--json`` output."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 

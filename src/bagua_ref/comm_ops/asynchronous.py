@@ -18,7 +18,7 @@ from bagua_ref.observe.meter import profiled
 from bagua_ref.types import ReduceOp
 
 _GLANCE = 0.01
-"""Seconds between two checks of a waiting round whether training has released the weights."""
+"""Polling interval, in seconds, of a round that waits for training to release the weights."""
 
 
 class WeightLock:
@@ -36,15 +36,17 @@ class WeightLock:
         self._lock = world.lock()
         self._device = device
         self._training: Any = runtime.current_stream(device)
-        """The stream of the training thread that holds the lock or held it last."""
+        """Stream of the training thread that holds or last held the lock."""
         self._used: Any = runtime.record_event(device)
-        """The end of training's last use of the weights."""
+        """CUDA event at the end of training's last use of the weights."""
         self._changed: Any = None
-        """The end of the last round's use of them."""
+        """CUDA event at the end of the last round's changes of the weights."""
         self._holds = 0
         self._counting = threading.Lock()
         self.on_wait: Callable[[], None] | None = None
-        """Called repeatedly while a round waits; may release what training no longer needs."""
+        """Callback, called repeatedly while a round waits; it may release weights that training no
+        longer needs.
+        """
 
     def hold(self) -> None:
         """Acquire the lock for training; can be nested."""

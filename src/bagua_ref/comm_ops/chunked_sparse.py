@@ -21,8 +21,8 @@ from bagua_ref.observe.meter import codec_phase
 from bagua_ref.types import ReduceOp
 
 MEANS = ("all", "contributors")
-"""Divisors of the sum of what ranks have sent: their number, or the number of those whose value is
-not 0 (S15.4).
+"""Divisors of the sum over ranks: the number of ranks, or the number of ranks whose value is not 0
+(S15.4).
 """
 
 

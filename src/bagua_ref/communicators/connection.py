@@ -68,11 +68,11 @@ class Connection:
         self._title = title(name, ranks[rank], ranks)
         self._collectives = self._exchanges = 0
         self._begun: list[Any] = []
-        """The works of the exchange of integers that is under way."""
+        """Works of the current exchange of integers."""
         self.memory: SharedMemory | None = None
-        """Replaces gloo for tensors on the host, if all ranks share some."""
+        """Shared memory, used instead of gloo for host tensors if all ranks share some."""
         self._mesh: Mesh | None = None
-        """Replaces gloo for integers, if all ranks can reach each other."""
+        """Sockets, used instead of gloo for integers if all ranks can reach each other."""
         self._seconds, self._timeout = timeout, timedelta(seconds=timeout)
         self._turn, self._pid = threading.Lock(), os.getpid()
         self._closed = ""
@@ -81,7 +81,7 @@ class Connection:
         self._gloo_sockets: GlooSockets | None = None
         self._nccl: Any = None
         self._place = ""
-        """The collective of the last wait."""
+        """Place of the last collective that was waited for."""
         before = open_sockets()
         make = partial(
             dist.ProcessGroupGloo, Prefixed("gloo", store), rank, len(ranks), self._timeout

@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 _libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
-"""Used where `open_sockets` finds any."""
+"""The C library; only used where `open_sockets` finds sockets."""
 _MOST = 4
-"""Sockets that may begin to listen while a group is made; one is gloo's."""
+"""Maximum number of sockets that start listening while a group is created; one of them is
+gloo's.
+"""
 _PAUSE = 0.006
-"""Seconds between two looks at gloo's threads: longer than Python's switch interval, after which a
-thread that waits for the GIL gets it.
+"""Polling interval of gloo's threads, in seconds: longer than Python's switch interval, after which
+a thread that waits for the GIL gets it.
 """
 
 
@@ -87,7 +89,7 @@ class GlooSockets:
             :_MOST
         ]
         self.listening = own + [0] * (_MOST - len(own))
-        """Ports on which this rank may listen, and zeros."""
+        """Ports on which this rank may be listening, padded with zeros."""
 
     def find(self, listening: Sequence[Sequence[int]], rank: int) -> None:
         """Identify this ``rank``'s connections, given the ports on which all ranks are

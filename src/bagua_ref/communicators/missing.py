@@ -39,55 +39,57 @@ T = TypeVar("T")
 _collective_call: ContextVar[str] = ContextVar("bagua_ref.collective_call", default="")
 
 _PATIENCE = 5.0
-"""Seconds after which a wait may be part of a deadlock, or half of its timeout if that is less."""
+"""Duration in seconds after which a wait can be part of a deadlock, at most half of its timeout."""
 
 _EARLY = 1.0
-"""Seconds after which a wait is published, and ends if a rank has given up; a quarter of its
-patience if that is less.
+"""Duration in seconds after which a wait is published, and ends if a rank has given up; at most a
+quarter of its patience.
 """
 
 _CONNECTING = 0.5
-"""The patience of ranks that connect: they may wait inside a library that cannot be interrupted."""
+"""Patience of ranks that are connecting, in seconds: they may wait inside a library that cannot be
+interrupted.
+"""
 
 _HAS_LEFT = [True, [], {}, ""]
-"""What a rank that has left has published."""
+"""Record published by a rank that has left."""
 
 _LONGEST = 1000
-"""Characters of an exception's text that are reported to the other ranks."""
+"""Maximum length of an exception's text as reported to other ranks."""
 
 _LIMIT = 2.0
-"""Seconds to wait for the thread that asks the store; after that, the store counts as
+"""Seconds to wait for the thread that uses the store; after that, the store counts as
 unreachable.
 """
 
 _LAST = 5.0
-"""Seconds for which a rank that serves the store waits for the others when it ends, so that they
-can read why.
+"""Seconds that a rank which serves the store waits for the others at its end, so that they can read
+the reason.
 """
 
 _INTERVAL = 1.0
 """Seconds between two checks of the waits."""
 
 _GRACE = 0.3
-"""Seconds in which a rank must have received what another one had sent before its process ended."""
+"""Seconds within which a rank must have received the last messages of a process that ended."""
 
 _TICK = 0.1
-"""Seconds between two checks of works, and of processes some of which have ended."""
+"""Polling interval, in seconds, of device work, and of processes once some have ended."""
 
 _REPLY = 5.0
-"""Seconds to wait for the store when a rank has left."""
+"""Seconds to wait for the store's reply after a rank has left."""
 
 _SHORT_REPLY = 0.5
-"""Seconds to wait for the store when a process has ended that may have served it."""
+"""Seconds to wait for the store's reply if the process that ended may have served it."""
 
 _EXIT_DELAY = 0.2
-"""Seconds between the end of a rank's sockets and that of its process."""
+"""Seconds between the closing of a rank's sockets and the end of its process."""
 
 _GROUPS = 100
-"""Groups, the newest ones, of which a rank tells what it has passed."""
+"""Number of groups, newest first, whose passed collectives are published."""
 
 _COMPARING = 3.0
-"""Seconds in which ranks whose calls differ exchange them."""
+"""Seconds for ranks with different calls to exchange their calls."""
 
 
 @contextmanager
@@ -117,10 +119,10 @@ class _Wait:
     is_background: bool
     timeout: float
     work: Any = None
-    """The work on a device that no thread waits for."""
+    """Device work that no thread waits for; None if a thread waits."""
     since: float = field(default_factory=time.monotonic)
     number: int = field(default_factory=_numbers.__next__)
-    """Tells it from other waits of this rank in the same collective, such as a second try."""
+    """Distinguishes this rank's waits in the same collective, such as a second attempt."""
 
     @property
     def patience(self) -> float:
@@ -164,19 +166,19 @@ class Peers:
         """Threads that have waited on behalf of the user's program."""
         self._lock = threading.Lock()
         self._record: list[Any] = []
-        """What is published."""
+        """The published record."""
         self._blocked: list[Any] = []
-        """The part of the last record in which all threads waited that is compared."""
+        """The compared part of the last record in which all threads were waiting."""
         self._passed: dict[str, float] = {}
-        """The number of the last collective that has ended, by the beginning of its place; infinite
-        after one that has failed, whose group is not used any more.
+        """Number of the last collective that has ended, by the stem of its place; infinite after a
+        failure, when the group is not used again.
         """
         self._last_wait = 0.0, math.inf
-        """The end of the last wait, and its patience."""
+        """End time of the last wait, and its patience."""
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self._has_works = False
-        """Whether there have been works, so that a thread checks them from time to time."""
+        """Whether there was any device work, so that a thread must poll it."""
 
     # Waits, of threads and of works on a device.
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from bagua_ref.base.memory import bytes_of
 
 PIECE = 2**19
-"""Bytes per message: each costs a wait, and the link is idle until the first is computed and while
-the last is read.
+"""Bytes per message: each costs a wait, and the link is idle while the first is computed and the
+last is read.
 """
 
 _UNDER_WAY = 4
-"""Pieces in flight to and from each peer."""
+"""Number of pieces in flight to and from each peer."""
 
 
 class ComputingError(Exception):
@@ -107,7 +107,7 @@ def compute(step: Callable[[slice], object] | None, place: int, size: int) -> No
 
 
 _ENDED = math.nan
-"""Neither below nor above any position."""
+"""NaN: neither below nor above any position."""
 
 
 class Overlap:

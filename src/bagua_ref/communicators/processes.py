@@ -22,7 +22,7 @@ from bagua_ref.errors import CommunicationError
 
 _logger = logging.getLogger(__name__)
 _BOOT = "/proc/sys/kernel/random/boot_id"
-"""A random name of the machine, new whenever it boots."""
+"""File with a random name of the machine, new at each boot."""
 
 
 def machine(namespace: str) -> str:
@@ -132,7 +132,7 @@ def _fields(pid: int) -> list[str]:
 
 
 _connected: WeakSet[Any] = WeakSet()
-"""Owners of connections."""
+"""Objects that own connections."""
 
 
 def leave_to_parent(connected: Any) -> None:

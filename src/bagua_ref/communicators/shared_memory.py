@@ -28,18 +28,16 @@ from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
 
 _SLOTS = 4
-"""Pieces that a rank may send to another one before that has taken the first; an all-reduce needs
-this many.
+"""Number of pieces that a rank may send to another before the first one is taken; an all-reduce
+needs this many.
 """
 _LARGEST = 2**19
-"""Bytes of a slot at most: two of them, and what they are combined with, should fit a core's
-cache.
-"""
+"""Maximum bytes of a slot: two slots and their reduction should fit into a core's cache."""
 _BUDGET = 2**23
-"""Bytes that a rank shares with all others of a group."""
+"""Bytes of memory that a rank shares with all other ranks of a group."""
 _LIMIT = 5.0
-"""Seconds in which every rank must have shared its memory, or half of the group's timeout if that
-is less.
+"""Seconds within which every rank must have shared its memory, at most half of the group's
+timeout.
 """
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -26,20 +26,18 @@ from datetime import timedelta
 
 _logger = logging.getLogger(__name__)
 _LIMIT = 5.0
-"""Seconds in which all sockets must be connected, or half of the group's timeout if that is
-less.
-"""
+"""Seconds within which all sockets must be connected, at most half of the group's timeout."""
 _GREETING = 0.5
-"""Seconds in which a process that connects must authenticate itself."""
+"""Seconds within which a connecting process must authenticate itself."""
 _LONGEST = 256
-"""Bytes of the message with which a rank announces its address."""
+"""Bytes of the message that announces a rank's address."""
 _TOKEN = 16
-"""Bytes of a rank's secret, with which the others authenticate themselves; their number follows, in
-four bytes.
+"""Bytes of a rank's secret, which authenticates the others; the sender's rank follows in four
+bytes.
 """
 _HEADER = struct.Struct("<qq")
-"""The beginning of a message: `_INTS` and how many follow; `TAKEN` and 0; or, about a piece in
-shared memory, the collective that it belongs to, 2**32 or more, and its tensor's size in bytes.
+"""Header of a message: `_INTS` and the number of integers that follow; `TAKEN` and 0; or, for a
+piece in shared memory, its collective, at least 2**32, and the size of its tensor in bytes.
 """
 TAKEN, _INTS = 0, 1
 

@@ -24,9 +24,9 @@ from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
 
 _BETWEEN_TWO = ("send", "recv", "exchange")
-"""Operations between two ranks, in which no other takes part."""
+"""Operations between two ranks, in which no other rank takes part."""
 _LABEL = 64
-"""Bytes of the description of a message."""
+"""Bytes of the description of a message's size and dtype."""
 
 
 class TorchDistributedCommunicator(Communicator):

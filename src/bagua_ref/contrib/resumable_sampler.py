@@ -28,8 +28,8 @@ from bagua_ref.groups.process_group import _get_default_group
 __all__ = ["EpochPlan", "ResumableSampler", "Stretch", "replica_of", "whole"]
 
 MOST_REPLICAS = 2**20
-"""The most replicas that a saved position may name, so that a damaged one is refused and not
-planned for hours.
+"""Maximum number of replicas in a saved position: a larger one is damaged, and planning it could
+take hours.
 """
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
     """
 
     unit = "batches"
-    """The items, as in states and messages."""
+    """Name of the items in states and messages."""
 
     num_replicas: int
     rank: int

@@ -20,11 +20,11 @@ class State(Enum):
     IDLE = "idle"
     """No training forward pass has begun since the last step."""
     FORWARD = "forward"
-    """Training forward passes have begun, and steps of optimizers are to come."""
+    """Training forward passes have begun; optimizer steps have not."""
     BACKWARD = "backward"
-    """A synchronized backward pass is under way, or has failed."""
+    """A synchronized backward pass is in progress, or has failed."""
     WAITING = "waiting"
-    """It has ended, and its round has not."""
+    """The backward pass has ended; its round has not."""
 
 
 class Gradients(Enum):
@@ -32,12 +32,12 @@ class Gradients(Enum):
 
     NONE = "none"
     LOCAL = "local"
-    """Kept local on purpose."""
+    """Local on purpose."""
     BYPASSED = "bypassed"
-    """Local, as some backward pass followed no training forward pass."""
+    """Local, because a backward pass did not follow a training forward pass."""
     SYNCHRONIZED = "synchronized"
     LATE = "late"
-    """Synchronized, but others were added locally afterwards."""
+    """Synchronized, but local gradients were added later."""
 
 
 class Event(Enum):
@@ -96,7 +96,9 @@ TRANSITIONS: dict[tuple[State | Gradients, Event], State | Gradients | str] = {
     (_G.BYPASSED, _E.STEP): _BYPASSED,
     (_G.LATE, _E.STEP): _LATE,
 }
-"""The next state of each state and event; without an entry it stays. A text says why it is illegal."""
+"""(state, event) -> next state; the state is unchanged without an entry. A text is the error of an
+illegal event.
+"""
 
 
 class BeginForward(NamedTuple):
@@ -166,21 +168,24 @@ class _Pending:
     """Record of the forward passes whose backward passes have not run yet."""
 
     synchronizing: bool
-    """Whether a backward pass that reaches no known output is synchronized: as by torch's
+    """Whether a backward pass that reaches no known output is synchronized: like with torch's
     DistributedDataParallel, if it is the first one after a forward pass outside `no_sync`.
     """
     awaited: bool = False
-    """Whether no backward pass was synchronized since the last forward pass outside `no_sync`."""
+    """Whether the last forward pass outside `no_sync` still waits for a synchronized backward
+    pass.
+    """
     expected: bool = False
     """Whether no gradient has arrived since the last forward pass."""
     without_gradients: bool | None = None
-    """Whether the last forward pass, if it had gradients disabled, began outside `no_sync`. Only the
-    first run of a reentrant checkpoint around the module leads to a backward pass.
+    """Whether the last forward pass began outside `no_sync`, if gradients were disabled in it. Only
+    the first run of a reentrant checkpoint around the module leads to a backward pass.
     """
     functional: bool | None = None
     """Whether a forward pass since the last step that had other tensors in place of parameters, as
-    of `torch.func.functional_call`, began outside `no_sync`; None: there was none. Only a backward
-    pass shows whether it is part of training: if it reaches parameters, as that of MAML's loss.
+    in `torch.func.functional_call`, began outside `no_sync`; None: there was none. Only a backward
+    pass shows whether it is part of training: if it reaches parameters, as that of MAML's loss
+    does.
     """
 
 
@@ -189,12 +194,12 @@ class _Optimizer:
     """Record of one optimizer since its last step."""
 
     due: bool = False
-    """Whether a step has yet to follow a training forward pass."""
+    """Whether the optimizer has not stepped since the last training forward pass."""
     gradients: Gradients = Gradients.NONE
     suspects: dict[str, tuple[Callable[[], Any], str]] = field(default_factory=dict)
-    """Weak references to gradients of this rank alone that a step must not use, and why, by name."""
+    """Weak references to local gradients that a step must not use, and the reasons, by name."""
     before: Gradients | None = None
-    """What `gradients` was when the step under way began; None: none is under way."""
+    """Value of `gradients` at the start of the current step; None outside of steps."""
 
 
 class Backward:
@@ -224,12 +229,12 @@ class Backward:
         self._stands_alone = stands_alone and not known
         self._without_forward = without_forward
         self._optimizers = {optimizer: _Optimizer() for optimizer in (None, *known)}
-        """None: the record of all that are not known."""
+        """Records by optimizer; that of None stands for all unknown optimizers."""
         self._due = [self._optimizers[o] for o in known or [None]]
         self._pending = _Pending(synchronizing=not known)
         self._task: Callable[[], Task | None] = lambda: None
         self._stood_in = -1
-        """The last autograd task whose gradients stood in for a forward pass."""
+        """Last autograd task whose gradients implied a forward pass."""
 
     # Forward passes
 

@@ -44,11 +44,11 @@ class StepGuard:
         """The ids of the module's parameters."""
         self._module_name = training.bagua_module_name
         self._checked: dict[Any, tuple[list[int], list[torch.Tensor]]] = {}
-        """The ids of parameters that an optimizer had when it was checked, and those of them that
-        were frozen and belong to no wrapped module.
+        """For each optimizer, the ids of its parameters at the last check, and those of them that
+        were frozen and belonged to no wrapped module.
         """
         self._inner: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers that others consist of."""
+        """Optimizers that are parts of other optimizers."""
         weakref.finalize(self, _update_hook).atexit = False
 
     def watch(self) -> None:
@@ -208,12 +208,12 @@ class TrainedParameters:
         reshard(module)
         self._take_stock(module)
         self.named = self._find(module)
-        """Those that need a gradient and are not ignored, by names as in ``named_parameters()``;
-        `LocalShard` of sharded ones.
+        """Parameters to train, by their names in ``named_parameters()``: those that need a gradient
+        and are not ignored; `LocalShard` in place of sharded ones.
         """
         self.shards = {name: shard for name, shard in self.named if isinstance(shard, LocalShard)}
         self.whole = [whole(parameter) for _, parameter in self.named]
-        """The parameters themselves, also where they are sharded."""
+        """The same parameters; sharded ones as they are."""
         self._hooks: list[GradientHook] = []
         self._with_strides = [parameter for _, parameter in self.named if parameter.dim() > 1]
         self.note_strides()
@@ -431,10 +431,10 @@ def trainings_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
 
 
 _guards: weakref.WeakKeyDictionary[StepGuard, World] = weakref.WeakKeyDictionary()
-"""The guards of all modules that are wrapped now, and their worlds."""
+"""Guards of all currently wrapped modules, and their worlds."""
 _lock = threading.RLock()  # the garbage collector may call `_update_hook` anywhere
 _hook: RemovableHandle | None = None
-"""Torch's hook before each optimizer step, while there are guards."""
+"""Handle of the global pre-step hook of torch's optimizers; None without guards."""
 
 
 def _update_hook() -> None:

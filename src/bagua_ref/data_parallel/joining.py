@@ -209,7 +209,7 @@ class Joining:
         self._all_count, self._throws = all_count, throws
         self.number = 1 + 2 * all_count + throws
         self._shadowed = 0
-        """Rounds in which this rank took part without a batch."""
+        """Number of rounds in which this rank took part without a batch."""
         self.ended_early = ""
         for name, layer in training.module.named_modules():
             if isinstance(layer, torch.nn.SyncBatchNorm):

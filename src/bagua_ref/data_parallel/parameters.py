@@ -21,9 +21,9 @@ from bagua_ref.observe.meter import Meter
 from bagua_ref.types import Group
 
 _BITS = 63
-"""Of each number of a note about unused parameters."""
+"""Bits used of each integer in the message about unused parameters."""
 _ORDER = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""The dtypes of buckets, in this order."""
+"""Order of dtypes among buckets."""
 
 
 class Buffers:
@@ -94,8 +94,8 @@ class UnusedParameters:
         self.group = group
         self.reached: set[str] = set()
         self._set_aside: list[tuple[Any, tuple[torch.Tensor, torch.Tensor] | None]] = []
-        """Parameters that no rank reached, with the gradient of each and a copy of it; None where
-        there is no gradient.
+        """Parameters that no rank reached, each with its gradient and a copy of it, or None without
+        a gradient.
         """
         group.get_global_communicator()  # all ranks connect now, in the same order
         if training.bagua_algorithm.traits.in_node is not None:

@@ -54,9 +54,9 @@ _SAME_STEPS = (
     " learning rate scheduler that follows the loss"
 )
 COMMON = 3
-"""Facts of every message, whatever its sender is about to do."""
+"""Number of agreement fields that every message has, whatever the announced action."""
 _SHOWN = 3
-"""Differences between texts in a message."""
+"""Maximum number of differences between texts in a message."""
 
 
 class Announced(NamedTuple):

@@ -22,7 +22,7 @@ from bagua_ref.data_parallel.sharding import local, place_state
 from bagua_ref.groups.communication import broadcast_coalesced
 
 _SUMMING = {"Adafactor", "LBFGS"}
-"""Those of torch's optimizers whose results depend on the number of threads, as they sum over a
+"""Optimizers of torch whose results depend on the number of threads, because they sum over a
 parameter's elements.
 """
 

@@ -16,7 +16,7 @@ from bagua_ref.base import runtime
 from bagua_ref.scheduling.engine import UNSAID, Fact
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""Options that choose an implementation of the same step."""
+"""Options that only select an implementation of the same step."""
 
 
 @dataclass(eq=False)
@@ -55,17 +55,19 @@ class TakenSteps:
         self._groups: weakref.WeakKeyDictionary[Optimizer, list[_Group]] = (
             weakref.WeakKeyDictionary()
         )
-        """Those of each optimizer's last step: nearly always, nothing has changed since."""
+        """Options of each optimizer's last step; they rarely change between steps."""
         self.clear()
 
     def clear(self) -> None:
         """Clear the record, after a round."""
         self._last: dict[Optimizer, list[_Group]] = {}
-        """Those of each optimizer's last step since the round."""
+        """Options of each optimizer's last step since the round."""
         self._pending: Optimizer | None = None
-        """One whose last step is not in the checksum yet: copies are on the way."""
+        """Optimizer whose last step is not in the checksum yet, because copies are still in
+        transfer.
+        """
         self._copied: list[Any] = []
-        """Events after which the copies are there."""
+        """CUDA events at the end of these copies."""
         self._checksum = self._not_passed = 0
 
     def add(self, optimizer: Optimizer, trained: Container[int], passed: bool) -> None:

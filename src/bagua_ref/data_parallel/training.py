@@ -46,7 +46,7 @@ from bagua_ref.scheduling.engine import Engine
 from bagua_ref.types import Group
 
 _PUBLISHED = ("bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter")
-"""Attributes of a wrapped module, beside its name."""
+"""Attributes of a wrapped module, in addition to its name."""
 _FAILED = "one of its backward passes failed after communication had begun"
 
 
@@ -139,7 +139,7 @@ class ModuleTraining(TrainingContext):
         self._train_steps, self._pid = 0, os.getpid()
         self.kernel_backend = options.backend
         self._marks = False
-        """Whether the output of the last forward pass is that of a training step."""
+        """Whether the output of the last forward pass belongs to a training step."""
         self._reach = OwnHook(self._output_reached)
         timeout = group.timeout if options.timeout is None else options.timeout
         self.engine = Engine(

@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 ON_CHIP = 32768
-"""The most bytes of shared memory for a chunk that is compressed in one pass; two blocks of it fit
-on any multiprocessor.
+"""Maximum bytes of shared memory for a chunk compressed in one pass; two such blocks fit on any
+multiprocessor.
 """
 
 _SLACK = 16  # a chunk in shared memory keeps its offset from a 16-byte boundary

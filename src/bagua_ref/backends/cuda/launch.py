@@ -128,7 +128,7 @@ PACK = 16
 """Bytes that a thread reads or writes at once."""
 
 WAVES = 32
-"""The most blocks per multiprocessor; beyond that, each block loops."""
+"""Maximum number of blocks per multiprocessor; larger work is looped over by each block."""
 
 
 def pointer(x: Tensor) -> ctypes.c_void_p:

@@ -40,8 +40,8 @@ Array: TypeAlias = npt.NDArray[Any]
 Index: TypeAlias = slice | tuple[slice, slice]
 
 BLOCK = 2**18
-"""Elements per block: few enough for a processor's cache, enough to make the time of calls from
-Python negligible.
+"""Elements per block: few enough for the processor's cache, enough to make Python's call overhead
+negligible.
 """
 
 

@@ -21,7 +21,9 @@ SMALL = {"cpu": 2**14, "cuda": 2**20}
 """Tensors up to this size are cheaper to copy into the flat buffer than to launch separately."""
 
 LONGEST = {"cpu": 2**18, "cuda": 2**24}
-"""Elements of a run; longer ones leave the cache, and Adam takes 2.5 times as long."""
+"""Maximum number of elements of a run; longer runs exceed the cache, which makes Adam take 2.5
+times as long.
+"""
 
 data_ptr, is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 get_grad = attrgetter("grad")
