@@ -59,7 +59,7 @@ def get_default_bucket_size() -> int:
     """Return BAGUA_DEFAULT_BUCKET_SIZE in bytes, 10 MiB if unset (S1).
 
     Raises:
-        ValueError: it is not a positive integer.
+        ValueError: the variable is not a positive integer.
     """
     text = os.environ.get("BAGUA_DEFAULT_BUCKET_SIZE", str(10 * 1024**2))
     if not text.isdecimal() or int(text) < 1:
@@ -72,7 +72,7 @@ def shares_memory() -> bool:
     0.
 
     Raises:
-        ValueError: it is neither 0 nor 1.
+        ValueError: the variable is neither 0 nor 1.
     """
     text = os.environ.get("BAGUA_REF_SHARED_MEMORY", "1")
     if text not in ("0", "1"):
@@ -84,7 +84,7 @@ def get_default_timeout() -> float:
     """Return BAGUA_REF_TIMEOUT in seconds, 300 if unset (S2.5).
 
     Raises:
-        ValueError: it is not a number of seconds that `checked_timeout` allows.
+        ValueError: the variable is not a number of seconds that `checked_timeout` allows.
     """
     text = os.environ.get("BAGUA_REF_TIMEOUT", "300")
     try:
@@ -97,7 +97,7 @@ def checked_timeout(timeout: float) -> float:
     """Validate ``timeout``, a number of seconds from 0.001 to 1e9, and return it (S2.5).
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``timeout`` is not such a number.
     """
     if not isinstance(timeout, Real) or isinstance(timeout, bool) or not 0.001 <= timeout <= 1e9:
         raise ValueError(f"timeout={timeout!r} must be {_SECONDS}")

@@ -58,12 +58,12 @@ class RankCall(NamedTuple):
     Attributes:
         rank: the global rank.
         thread: the thread's name; empty for the rank's main thread.
-        operation: the operation, with its arguments, that it called or waits in.
-        group: the group's name; empty if no group is concerned.
-        file: of the user's code; empty if there is none.
-        line: in that file.
-        waits_for: the global ranks that have not done their part.
-        module: the module whose parameters FSDP2 gathers or reduces by it, or empty.
+        operation: the operation with its arguments that the rank called or waits in.
+        group: name of the group; empty if none is concerned.
+        file: file of the user's code; empty if there is none.
+        line: line in that file.
+        waits_for: the global ranks that have not joined the operation yet.
+        module: the module whose parameters FSDP2 gathers or reduces in this operation, or empty.
     """
 
     rank: int
@@ -83,7 +83,7 @@ class SimulationError(BaguaError):
         kind: ``"deadlock"``; ``"ended"``, if a rank has returned for which others wait;
             ``"mismatch"``, if calls do not fit together; ``"unyielding"``;
             ``"unsupported"``; empty for an error of another kind.
-        calls: what the ranks concerned were doing.
+        calls: the calls of the ranks concerned.
     """
 
     def __init__(self, message: str, kind: str = "", calls: tuple[RankCall, ...] = ()) -> None:

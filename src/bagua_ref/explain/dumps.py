@@ -71,11 +71,11 @@ class Operation(NamedTuple):
     """A collective operation, shared by many steps and ranks.
 
     Attributes:
-        group: the name of its group.
+        group: name of the process group.
         text: the operation with its tensors, such as "all_reduce of float32[5]".
-        agrees: what must be equal on all ranks: the operation, its elements and dtypes.
-        file: of the user's code; empty if it is unknown.
-        line: in that file.
+        agrees: the fields that must be equal on all ranks: the operation, its elements and dtypes.
+        file: file of the user's code; empty if unknown.
+        line: line in that file.
     """
 
     group: str
@@ -89,12 +89,12 @@ class Stack(NamedTuple):
     """A thread's activity: its call of torch.distributed, and the time since it last moved.
 
     Attributes:
-        call: its call of torch.distributed, with the innermost line of the user's code; the
-            operation is empty if it makes none. A message waits for its peers.
-        seconds: for which it has not moved; 0 if that is unknown.
-        text: of the line, and the functions' names, for guesses.
-        facts: of the call: of a message its ``peers``; of a collective ``members`` and ``root``; and
-            the elements ``sent`` to ranks and ``received`` from them, all as far as they are known.
+        call: the call of torch.distributed, with the innermost line of the user's code; the
+            operation is empty without a call. A message waits for its peers.
+        seconds: time since the thread last moved; 0 if unknown.
+        text: source line and function names, from which causes are guessed.
+        facts: known arguments of the call: ``peers`` of a message; ``members`` and ``root`` of a
+            collective; and the elements ``sent`` to ranks and ``received`` from them.
     """
 
     call: RankCall
@@ -109,19 +109,19 @@ class RankDump:
 
     Attributes:
         rank: the global rank.
-        time: of the dump, in seconds since 1970.
-        operations: those to which calls refer.
-        calls: its collectives, in rows of `CALL`.
-        groups: the global ranks of groups, by name, as far as they are known.
-        stacks: of its threads, the main thread's first, and pending messages.
-        limit: the seconds after which a thread's wait is too long.
-        reason: for which it was dumped, such as "timeout" or "exit"; empty if it is unknown.
-        error: of the rank: ``type``, ``message`` and whether it is one of ``communication``, None of
-            a crash; None: it has none.
+        time: time of the dump, in seconds since 1970.
+        operations: the operations, to which calls refer by index.
+        calls: the rank's collectives, as rows of `CALL`.
+        groups: the global ranks of known groups, by name.
+        stacks: stacks of the threads, the main thread's first, and pending messages.
+        limit: duration in seconds after which a thread's wait is too long.
+        reason: reason for the dump, such as "timeout" or "exit"; empty if unknown.
+        error: the rank's error: ``type``, ``message``, and ``communication``, whether communication
+            raised it (None of a crash); None: no error.
         has_ended: whether the process has ended without an exception.
-        world_size: 0 if it is unknown.
-        version: of the recorder's format; empty without a recorder's dump.
-        is_complete: whether the recorder has lost no entries.
+        world_size: number of ranks, 0 if unknown.
+        version: version of the recorder's format; empty without a recorder's dump.
+        is_complete: whether the recorder still has all entries.
         script: the outermost file of the user's code.
     """
 

@@ -44,16 +44,16 @@ class Explanation:
     """The result of `explain`.
 
     Attributes:
-        dumps: what was read, by rank.
-        world_size: the number of ranks of the job, as far as it is known.
-        operations: those to which calls refer.
+        dumps: the dumps by rank.
+        world_size: the number of ranks of the job, as far as known.
+        operations: the operations, to which calls refer by index.
         tracks: the collectives of each group and rank, by number, as rows of
             `bagua_ref.explain.dumps.CALL`; a group is its name and its members.
         finding: the error; None if the dumps show none.
-        notes: what is odd, but no error.
-        cause: a guess at the cause; empty without one.
-        certainty: of the cause: "certain", "likely" or "possible".
-        waits: who waits for whom.
+        notes: observations that are odd, but not errors.
+        cause: likely cause; empty if unknown.
+        certainty: certainty of the cause: "certain", "likely" or "possible".
+        waits: the waiting calls, with the ranks that they wait for.
     """
 
     dumps: dict[int, RankDump]

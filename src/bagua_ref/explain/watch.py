@@ -54,7 +54,7 @@ class HangWatch:
     """The watchdog that `explain_hangs` starts.
 
     Attributes:
-        folder: of the dumps.
+        folder: folder of the dumps.
     """
 
     def __init__(self, folder: str | Path, after: float | None = None) -> None:
@@ -98,7 +98,7 @@ class HangWatch:
         """Stop the watchdog; restore signals and hooks unless others have replaced them.
 
         Args:
-            reason: to dump a last time, unless an exception was dumped.
+            reason: reason for a last dump, which is omitted if an exception was dumped.
         """
         if self._receive < 0:
             return
@@ -394,8 +394,8 @@ def explain_hangs(folder: str | Path, *, after: float | None = None) -> HangWatc
     `faulthandler`, this does: a crash of native code writes the stacks, too.
 
     Args:
-        folder: made if need be. Files of this rank from an earlier run are removed.
-        after: the seconds after which a wait has lasted too long; None: 80 % of the timeout of the
+        folder: created if missing. Files of this rank from an earlier run are removed.
+        after: duration in seconds after which a wait is too long; None: 80 % of the timeout of the
             default group, at most 300.
 
     Returns:
@@ -403,7 +403,7 @@ def explain_hangs(folder: str | Path, *, after: float | None = None) -> HangWatc
 
     Raises:
         ValueError: ``after`` is not positive.
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -75,7 +75,7 @@ def reduce_scatter(chunks: Sequence[int]) -> Operation:
     ... n-2 (S14.1).
 
     Args:
-        chunks: the bytes of each of the n chunks; rank r ends with chunk r.
+        chunks: sizes in bytes of the n chunks; rank r ends with chunk r.
 
     >>> from bagua_ref.formulas.costs import reduce_scatter
     >>> reduce_scatter([4, 8, 12])[0]
@@ -107,7 +107,7 @@ def all_to_all(sizes: Sequence[Sequence[int]]) -> Operation:
     (S14.1).
 
     Args:
-        sizes: ``sizes[r][d]`` are the bytes that rank r sends to rank d.
+        sizes: ``sizes[r][d]`` is the number of bytes that rank r sends to rank d.
     """
     n = len(sizes)
     return [[(r, (r + s) % n, sizes[r][(r + s) % n]) for r in range(n)] for s in range(1, n)]
@@ -171,7 +171,7 @@ def traffic(operation: Operation, node_of: Sequence[int]) -> list[dict[str, Traf
     (S14.1).
 
     Args:
-        operation: of ranks 0 to n-1.
+        operation: operation between ranks 0 to n-1.
         node_of: the node of each rank.
 
     >>> traffic(all_reduce(chunk_bytes(4, 4, 2)), node_of=[0, 1])[0]["between"]
@@ -205,7 +205,7 @@ class LinkCosts(NamedTuple):
         nodes.
 
         Raises:
-            ValueError: the text is something else.
+            ValueError: the text has another form.
 
         >>> LinkCosts.parse("1Gbit,20ms,10GB,5us")
         LinkCosts(between=LinkCost(alpha=0.02, beta=8e-09), inside=LinkCost(alpha=5e-06,
@@ -311,9 +311,9 @@ def overlap(
     Args:
         forward: seconds.
         backward: seconds.
-        nbytes: of each bucket, in the order in which they become ready; at least one is not 0.
-        seconds: of each bucket's operation.
-        after: seconds of what follows, such as the optimizer.
+        nbytes: size of each bucket in order of readiness; at least one is not 0.
+        seconds: duration of each bucket's operation.
+        after: seconds of the rest of the step, such as the optimizer.
 
     >>> overlap(1.0, 2.0, [10, 10], [0.5, 1.5])
     (4.5, 1.5)

@@ -63,7 +63,7 @@ def shift_one_peer(rank: int, nranks: int, step: int) -> int:
     Args:
         rank: from 0 to nranks - 1.
         nranks: the number of ranks, even.
-        step: the number of earlier averages.
+        step: the number of earlier averaging rounds.
 
     Raises:
         ValueError: nranks is odd or less than 2, or rank is not one of them.

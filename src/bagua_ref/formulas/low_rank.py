@@ -83,9 +83,9 @@ def random_columns(m: int, r: int, seed: int, round_number: int, place: int) -> 
     Args:
         m: rows.
         r: columns.
-        seed: the algorithm's.
-        round_number: k, the rounds before this one since the warm-up.
-        place: i, the parameter's place in the order in which parameters enter buckets.
+        seed: seed of the algorithm.
+        round_number: k, the number of earlier rounds since the warm-up.
+        place: i, the parameter's index in the order in which parameters enter buckets.
     """
     generator = torch.Generator().manual_seed(seed + 1000003 * round_number + 7919 * place)
     return torch.randn(m, r, generator=generator, dtype=torch.float32)

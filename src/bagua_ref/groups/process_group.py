@@ -69,7 +69,7 @@ class BaguaProcessGroup:
     Args:
         ranks: distinct global ranks; an empty list makes a group whose communicators are
             `NonMember` on every rank.
-        stream: the CUDA stream of its background operations; None: a new high-priority stream.
+        stream: the CUDA stream of background operations; None: a new high-priority stream.
         group_name: a name that no other group has, equal on all ranks.
 
     Attributes:
@@ -78,8 +78,8 @@ class BaguaProcessGroup:
         timeout: seconds without progress after which connecting or a collective raises, as given to
             `init_process_group`.
         is_background: whether `for_background` made it.
-        before_destruction: called before `destroy_process_group`, or the end of the interpreter,
-            closes the group, unless an exception ends this rank; it may communicate.
+        before_destruction: callback that runs before `destroy_process_group`, or the end of the
+            interpreter, closes the group, unless an exception ends this rank; it may communicate.
 
     Raises:
         ValueError: ranks are repeated or out of range, or the name is taken.

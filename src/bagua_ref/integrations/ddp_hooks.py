@@ -52,10 +52,10 @@ def ddp_comm_hook(
 
     Args:
         name: "gradient_allreduce", "bytegrad", "powersgd" or "topk".
-        process_group: DDP's: a ``torch.distributed.ProcessGroup``, a
+        process_group: DDP's group: a ``torch.distributed.ProcessGroup``, a
             `bagua_ref.communication.BaguaProcessGroup`, or None for all ranks.
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-        options: the algorithm's.
+        options: options of the algorithm.
 
     Raises:
         ValueError: there is no hook of this name, or an option is out of range.
@@ -157,11 +157,12 @@ class DDPHookState(TrainingContext):
         not communicate.
 
         Args:
-            state: what `state_dict` returned on the same rank of as many ranks, for the same model.
+            state: result of `state_dict` on the same rank, with the same number of ranks and the
+                same model.
             options: ``drop_local=True`` loads the state of any rank without its memories.
 
         Raises:
-            ValueError: it is a state of another algorithm, version, model or rank.
+            ValueError: the state is of another algorithm, version, model or rank.
         """
         self.bagua_algorithm.load_state_dict(state, **options)
 
@@ -256,12 +257,12 @@ class _DDPBucket:
     """A bucket over the memory of DDP's bucket; a padded one has memory of its own.
 
     Args:
-        state: whose algorithm appends the operations.
-        names: of the parameters.
-        bucket: DDP's.
+        state: state of the hook, whose algorithm appends the operations.
+        names: names of the parameters.
+        bucket: DDP's bucket.
 
     Attributes:
-        address: where DDP's buffer is.
+        address: address of DDP's buffer.
     """
 
     def __init__(self, state: DDPHookState, names: list[str], bucket: Any) -> None:
@@ -310,12 +311,12 @@ class _Reduction(BucketRun):
 
     Args:
         state: the state of the hook.
-        ours: our bucket.
-        bucket: DDP's.
-        run: the arguments of `bagua_ref.scheduling.worker.BucketRun`.
+        ours: counterpart of DDP's bucket.
+        bucket: DDP's bucket.
+        run: arguments of `bagua_ref.scheduling.worker.BucketRun`.
 
     Attributes:
-        future: gets DDP's buffer, or the error.
+        future: future of DDP's buffer, or of the error.
     """
 
     def __init__(self, state: DDPHookState, ours: _DDPBucket, bucket: Any, *run: Any) -> None:

@@ -19,7 +19,7 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
     `bagua_ref.explain_hangs` while the Trainer runs.
 
     Args:
-        folder: of the dumps.
+        folder: folder of the dumps.
         options: ``after``.
 
     Raises:
@@ -37,7 +37,7 @@ def transformers_callback(folder: str | Path, **options: Any) -> Any:
     `bagua_ref.explain_hangs` while the Trainer trains.
 
     Args:
-        folder: as for `lightning_callback`.
+        folder: see `lightning_callback`.
         options: likewise.
 
     Raises:

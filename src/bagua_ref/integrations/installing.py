@@ -83,7 +83,8 @@ def install(
         process_group: HSDP's replicas, as a torch ProcessGroup, a DeviceMesh of one dimension, or a
             `bagua_ref.communication.BaguaProcessGroup`; None for FSDP2 and DDP.
         backend: the kernels; None chooses as `bagua_ref.get_backend`.
-        options: the algorithm's; for shards without ``hierarchical`` and ``average=False``.
+        options: options of the algorithm; with FSDP2 without ``hierarchical`` and
+            ``average=False``.
 
     Raises:
         ValueError: a model, name, group or option that is not supported. Like the errors below, it
@@ -221,13 +222,13 @@ class Installation:
         """Restore ``state``; call it on every rank. It does not communicate.
 
         Args:
-            state: what `state_dict` returned; with error memories, on the same rank of as many
-                ranks.
-            drop_local: begin with error memories of zero, and take the state of any rank of any
+            state: result of `state_dict`; with error memories, on the same rank of the same number
+                of ranks.
+            drop_local: start with error memories of zero, and load the state of any rank of any
                 number of ranks.
 
         Raises:
-            ValueError: it is a state of another algorithm, version, model or rank; nothing has been
+            ValueError: the state is of another algorithm, version, model or rank; nothing has been
                 loaded.
         """
         if self._own not in state and not drop_local:
@@ -347,8 +348,8 @@ class _Shards:
         groups: FSDP2's groups of its parameters: one, unless they are on several meshes.
 
     Attributes:
-        ranks: over which they are sharded.
-        reductions: how often they were reduced.
+        ranks: the ranks over which the parameters are sharded.
+        reductions: number of reductions.
     """
 
     is_local, reductions, ranks, so_far = False, 0, (0,), ""
@@ -386,7 +387,7 @@ class _Shards:
         """Validate the settings; return those that must be equal on all ranks.
 
         Raises:
-            ValueError: S16.5 refuses something.
+            ValueError: a setting that S16.5 excludes.
             RuntimeError: this torch lacks a method.
         """
         methods = ["set_custom_reduce_scatter" if process_group is None else "set_all_reduce_hook"]
@@ -439,10 +440,10 @@ class _Shards:
         all-reduce hook.
 
         Args:
-            rounds: of the ranks that communicate.
-            fact: names this unit.
+            rounds: agreed rounds of the communicating ranks.
+            fact: fact that names this unit.
             kernels: the kernel backend.
-            codec: compresses; None: nothing is compressed.
+            codec: codec of chunks; None: no compression.
             feedback: whether there is an error memory.
             replicas: whether all ranks have the same shard.
         """

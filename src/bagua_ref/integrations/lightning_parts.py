@@ -127,7 +127,7 @@ def _restore(context: ModuleTraining, saved: Mapping[str, Any]) -> None:
     collective.
 
     Raises:
-        ValueError: it is of another algorithm, or of another rank; raised on every rank.
+        ValueError: the state is of another algorithm, or of another rank; raised on every rank.
     """
     now, error = _state_of(context), ""
     if saved["algorithm"] != now["algorithm"]:
@@ -281,7 +281,7 @@ class FabricPart(_Part):
         """Return a module without trainable parameters unchanged.
 
         Raises:
-            ValueError: there is something to train.
+            ValueError: the module has trainable parameters.
         """
         if any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError(

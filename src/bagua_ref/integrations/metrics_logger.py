@@ -26,11 +26,11 @@ class MetricsLogger:
             the logger in its context.
         write: a ``torch.utils.tensorboard.SummaryWriter``, or a function such as ``wandb.log`` or
             ``mlflow.log_metrics`` that takes a dictionary and a step.
-        every: calls from one time to the next, at least 1.
+        every: number of calls per log entry, at least 1.
 
     Raises:
         ValueError: ``every`` is below 1.
-        TypeError: ``write`` is neither.
+        TypeError: ``write`` is neither a SummaryWriter nor a function.
 
     >>> import bagua_ref
     >>> bagua_ref.init_process_group()
@@ -61,7 +61,7 @@ class MetricsLogger:
         """Count a step, and log the metrics every ``every`` steps.
 
         Args:
-            step: its number, for the log; None: the number of calls.
+            step: step number for the log; None: the number of calls.
         """
         self._calls += 1
         if self._calls % self._every:

@@ -45,7 +45,7 @@ def use_bagua(
         log_metrics: add `bagua_ref.distributed.BaguaModule.bagua_metrics` to each log of the loss,
             under names that begin with "bagua/", for what ``report_to`` names and for
             ``trainer.state.log_history``. Nothing is communicated.
-        options: the algorithm's. "qadam" takes the Trainer's optimizer, a
+        options: options of the algorithm. "qadam" takes the Trainer's optimizer, a
             `bagua_ref.algorithms.q_adam.QAdamOptimizer`.
 
     Raises:

@@ -22,14 +22,14 @@ class Operation:
     """Context of an operation that the flight recorder records.
 
     Attributes:
-        kind: its class; "agreement" where ranks start to exchange their plans for a round, "end of
-            round" where they have them.
-        bucket: the bucket's name; "" where there is none.
+        kind: class name of the operation; "agreement" for the start of the exchange of plans for a
+            round, "end of round" for its end.
+        bucket: name of the bucket; "" if there is none.
         bytes: the bucket's size, padding included.
-        module: the training that it belongs to; "" for none.
-        round: rounds that this training had begun.
-        started: when, by `World.clock`.
-        ended: when; None if it is under way, or failed.
+        module: name of the training; "" if there is none.
+        round: number of rounds that the training had begun.
+        started: start time, by `World.clock`.
+        ended: end time; None if the operation is in progress, or failed.
     """
 
     __slots__ = (
@@ -73,11 +73,11 @@ class Meter:
     `use_meter`. Each counter is written by one thread only.
 
     Args:
-        world: its clock counts the seconds.
+        world: world whose clock is used.
         module: the name of the trained module.
 
     Attributes:
-        step: the step under way, from 1 on.
+        step: number of the current step, from 1.
         steps: optimizer steps (the last optimizer's, if several; without any, synchronized backward
             passes).
         seconds: the time from the end of the first step to the end of the last.

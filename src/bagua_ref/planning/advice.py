@@ -42,12 +42,12 @@ class Candidate:
     """A planned training in a comparison: an algorithm with its times.
 
     Attributes:
-        name: with its options, as the user gave it.
-        plan: its operations.
-        prediction: of a step.
-        low: seconds of a step, at least.
-        high: seconds of a step, at most.
-        reason: a sentence: what it sends and waits for.
+        name: algorithm with its options, as the user wrote it.
+        plan: operations of the algorithm.
+        prediction: predicted times of a step.
+        low: minimal seconds of a step.
+        high: maximal seconds of a step.
+        reason: sentence on the algorithm's messages and waits.
     """
 
     name: str
@@ -109,8 +109,8 @@ def error_of(machine: Machine, part: float | None) -> tuple[float, float]:
     time.
 
     Args:
-        machine: with the link whose speed the largest measured errors depend on.
-        part: the relative uncertainty; None: those errors.
+        machine: costs; the largest measured errors depend on its link's speed.
+        part: the relative uncertainty; None: the largest measured errors.
     """
     if part is not None:
         return 1 - part, 1 + part
@@ -123,7 +123,7 @@ def compare(
     """Return the plans as candidates, fastest first.
 
     Args:
-        plans: the first one is what the others' bytes are compared with.
+        plans: plans by name; the bytes of the others are relative to the first one's.
         machine: the costs.
         error: factors from a predicted time to the ends of its interval, as from `error_of`.
     """
@@ -170,7 +170,7 @@ class Verdict(NamedTuple):
         winner: the name of the candidate to use; None: intervals overlap.
         text: the verdict in a sentence.
         line: the line to paste into a training script.
-        then: what to measure next.
+        then: recommended next measurement.
     """
 
     winner: str | None
@@ -184,8 +184,8 @@ def verdict_of(ranked: Sequence[Candidate], first: Candidate) -> Verdict:
     interval ends before the first one's begins; else the first one.
 
     Args:
-        ranked: the candidates, the fastest first.
-        first: what training uses without advice, such as gradient_allreduce.
+        ranked: the candidates, fastest first.
+        first: the default choice, such as gradient_allreduce.
     """
     apart = [other for other in ranked if other.high < first.low]
     known = {other.name: other.steps for other in ranked if other.steps is not None}

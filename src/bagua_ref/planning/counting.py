@@ -53,8 +53,8 @@ class _World(World):
     """World of a single rank, whose connections to the other ranks are simulated.
 
     Attributes:
-        phase: the part of the step that is under way; "" while wrapping, when nothing is recorded.
-        job: what the worker is running, if anything.
+        phase: the current part of the step; "" while wrapping, when nothing is recorded.
+        job: the worker's running job, if any.
     """
 
     has_streams = False
@@ -305,7 +305,7 @@ class _Lazy(TorchDispatchMode):
     depend on indices.
 
     Attributes:
-        live: bytes of large tensors.
+        live: current bytes of large tensors.
         peak: the maximum of `live` in this step.
     """
 
@@ -432,13 +432,13 @@ def count(
     there is a warm-up.
 
     Args:
-        algorithm: with its options.
-        module: its parameters may be on "meta"; a copy of it is trained.
+        algorithm: the algorithm with its options.
+        module: a copy of it is trained; its parameters may be on "meta".
         cluster: the ranks.
-        rank: the one that is counted.
-        warm: steps of the warm-up, 0 or 1.
+        rank: the rank to count.
+        warm: number of warm-up steps, 0 or 1.
         cycle: the steps that follow. As many later ones are taken, in which training waits for these.
-        bucket_bytes: as of `plan_of`.
+        bucket_bytes: see `plan_of`.
 
     Returns:
         The operations of each step; seconds from one round in the background to the next, None if

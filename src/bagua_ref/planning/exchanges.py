@@ -26,7 +26,7 @@ class Cluster:
     """Ranks on nodes, numbered node by node (S1).
 
     Args:
-        nodes: the number of ranks on each.
+        nodes: the number of ranks on each node.
 
     Raises:
         ValueError: there are none, or a number is below 1.
@@ -78,7 +78,7 @@ class Cluster:
         """Return an operation in global ranks; within nodes, it runs on all nodes at once.
 
         Args:
-            among: as of a `Call`.
+            among: see `Call`.
             make: returns the operation of k ranks, numbered from 0.
         """
         if among == "global":
@@ -98,10 +98,10 @@ class Call(NamedTuple):
     Attributes:
         collective: the name of its formula in `bagua_ref.formulas.costs`, such as "all_reduce".
         among: "global": all ranks; "inter": the leaders; "intra": the ranks of each node.
-        numel: elements of a rank's tensor; of all-gather and scatter, of a rank's chunk.
+        numel: number of elements of a rank's tensor; for all-gather and scatter, of a rank's chunk.
         itemsize: bytes of an element.
-        root: of broadcast, reduce, gather and scatter.
-        pairs: of an exchange, (source, destination, bytes) of all ranks.
+        root: root of broadcast, reduce, gather and scatter.
+        pairs: for an exchange, (source, destination, bytes) of all ranks.
     """
 
     collective: str
@@ -137,9 +137,9 @@ class _Pattern(NamedTuple):
     """Summary of the messages in a call.
 
     Attributes:
-        rounds: the bytes on a round's heaviest link inside nodes and between them, None where there
-            is none -> the number of such rounds.
-        sent: bytes and messages that each rank sends, inside its node and to others.
+        rounds: mapping from the bytes on a round's heaviest link inside nodes and between them
+            (None if unused) to the number of such rounds.
+        sent: bytes and messages sent by each rank, inside its node and to others.
     """
 
     rounds: Counter[tuple[float | None, float | None]]
@@ -182,13 +182,13 @@ class Exchange:
 
     Attributes:
         key: the run of the bucket and its operation; None: communication outside of buckets.
-        began: step from 0, and its part: "forward", "backward" or "step".
+        began: step from 0, and part of the step: "forward", "backward" or "step".
         cluster: the ranks.
-        nbytes: of the bucket, without padding.
-        waited: when training waited for the end, as ``began``; None: never.
-        calls: its communication.
-        work: elements that this rank passes through each codec, or what computes in its place, by
-            name.
+        nbytes: bytes of the bucket, without padding.
+        waited: time at which training waited for the end, in the form of ``began``; None: never.
+        calls: communication calls.
+        work: number of elements that this rank processes with each codec, or with a substitute's
+            computation, by name.
         in_background: whether it belongs to a thread that nothing waits for.
     """
 

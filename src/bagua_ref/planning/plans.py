@@ -37,14 +37,14 @@ class StepPlan:
     """The operations of each step of a training in which every step has one backward pass (S5).
 
     Attributes:
-        algorithm: with its options.
+        algorithm: the algorithm with its options.
         cluster: the ranks.
-        nbytes: of the parameters.
-        warmup: the number of warm-up steps, which do what the first step does.
+        nbytes: bytes of the parameters.
+        warmup: the number of warm-up steps, all equal to the first step.
         first: the operations of the first step.
-        cycle: those of the steps after the warm-up, until they repeat.
-        interval: seconds from the end of a round in the background to the next; None: rounds belong
-            to steps.
+        cycle: the operations of the steps after the warm-up, until they repeat.
+        interval: seconds from the end of a background round to the next; None: rounds belong to
+            steps.
         memory: bytes on the busiest rank beyond weights, gradients and optimizer state: state of
             the algorithm, and scratch at its peak.
     """
@@ -119,7 +119,7 @@ def plan_of(
     Raises:
         ValueError: the algorithm repeats after more than 10,000 steps, does not support this number of ranks,
             or its ranks differ; or the module has nothing to train.
-        TypeError: a parameter has a dtype that the algorithm does not take.
+        TypeError: the algorithm does not support a parameter's dtype.
 
     >>> from bagua_ref.algorithms import ByteGradAlgorithm
     >>> plan = plan_of(ByteGradAlgorithm(hierarchical=False), torch.nn.Linear(1000, 1000, device="meta"), nodes=(1, 1))

@@ -27,17 +27,16 @@ class Machine(NamedTuple):
     """Costs of a cluster and of a model's computation.
 
     Attributes:
-        links: their alpha and beta (S14.2).
+        links: alpha and beta of the links (S14.2).
         compute: seconds of a forward and backward pass, a third of which is forward.
-        after: seconds of what follows in each step, such as the optimizer.
-        codec: seconds for an element that passes through a codec, by its name (S14.3); "" for those
-            without an entry.
-        operation: seconds of an operation on a bucket beside its links and elements, by its codec;
-            those without an entry cost as much as the most expensive.
-        shared_processor: whether codecs and operations take their seconds from the processor that
-            computes, as on CPUs. If not, they run beside compute.
-        at_once: whether a rank sends to all others at once in an all-to-all or all-gather, so that
-            latencies do not add up, as communicators do over sockets; if not, in the turns of
+        after: seconds of the rest of each step, such as the optimizer.
+        codec: seconds per element, by codec name (S14.3); "" for codecs without an entry.
+        operation: fixed seconds of an operation on a bucket, by codec name, besides its links and
+            elements; codecs without an entry cost as much as the most expensive.
+        shared_processor: whether codecs and operations use the processor that computes, as on CPUs.
+            If not, they run in parallel with compute.
+        at_once: whether a rank sends to all others at once in an all-to-all or all-gather, as
+            communicators do over sockets, so that latencies do not add up; if not, in the rounds of
             S14.1.
     """
 
@@ -54,8 +53,8 @@ class Prediction(NamedTuple):
     """Predicted times of a step.
 
     Attributes:
-        seconds: of the whole step.
-        exposed: those in which training waits for communication.
+        seconds: seconds of the whole step.
+        exposed: seconds in which training waits for communication.
         communication: seconds in which the links or codecs work, hidden or not.
     """
 
@@ -107,7 +106,7 @@ def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> Prediction:
     ended.
 
     Args:
-        exchanges: of the step.
+        exchanges: operations of the step.
         machine: the costs.
 
     >>> import torch
@@ -164,12 +163,12 @@ def fit_link(
     move the rest. Neither cost is below 0.
 
     Args:
-        rounds: of each operation.
-        nbytes: of each operation, the sum over its rounds of the largest bytes on a link.
-        seconds: which they took; at least three, above 0.
+        rounds: number of rounds of each operation.
+        nbytes: bytes of each operation, the sum over its rounds of the largest bytes on a link.
+        seconds: measured time of each operation; at least three, above 0.
 
     Raises:
-        ValueError: the operations do not tell alpha from beta.
+        ValueError: alpha and beta cannot be determined from these operations.
 
     >>> link, residuals = fit_link([2, 2, 2], [0, 1000, 4000], [0.2, 0.3, 0.6])
     >>> round(link.alpha, 9), round(link.beta, 9)

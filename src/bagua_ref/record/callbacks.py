@@ -17,7 +17,7 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
     losses and everything that `record` does.
 
     Args:
-        folder: as for `record`; a run that goes on from a checkpoint adds to it.
+        folder: as for `record`; a run resumed from a checkpoint appends to it.
         options: ``rank`` and ``world_size`` of `record`.
 
     Raises:

@@ -28,11 +28,11 @@ class Difference:
         rank: the lowest rank where it differs.
         kind: such as "grad" or "loss"; "start" for weights and state before the first recorded
             step.
-        record: its name in the recording.
+        record: name of the value in the recording.
         records: number of values of that kind, on all ranks, that differ in this step.
         cause: the name of the likely cause, from `CAUSES`.
-        details: about the cause.
-        norms: that of A and that of B, of a loss its value; None where it is not recorded.
+        details: details of the cause.
+        norms: norm in A and norm in B, for a loss its value; None if not recorded.
     """
 
     step: int
@@ -56,14 +56,14 @@ class DifferenceReport:
     """The result of comparing two recordings.
 
     Attributes:
-        a: folder of the first one.
-        b: folder of the second one.
+        a: folder of the first recording.
+        b: folder of the second recording.
         steps: the compared steps.
         ranks: the compared ranks.
-        notes: about what is compared, and how the processes differed.
+        notes: notes on the extent of the comparison, and on differences between the processes.
         records: number of compared values.
-        differing: by step, the kinds of which values differ.
-        distances: by step, the largest relative difference of norms of each kind that is recorded.
+        differing: the kinds with differing values, by step.
+        distances: by step, the largest relative difference of norms of each recorded kind.
         first: the first difference, or None.
     """
 
@@ -129,8 +129,8 @@ def diff_records(a: str | Path, b: str | Path) -> DifferenceReport:
     use.
 
     Args:
-        a: folder with the folders of all ranks of one run.
-        b: of the other one.
+        a: folder of one run, with the folders of all its ranks.
+        b: folder of the other run.
 
     Raises:
         RecordingError: a recording cannot be read, or they have other numbers of ranks or no step in

@@ -64,7 +64,7 @@ class Step:
     """One rank's entries of a step, by name.
 
     Attributes:
-        entries: in order of recording; the name's part before the colon is its kind.
+        entries: entries in order of recording; the kind is the part of the name before the colon.
         start: weights and optimizer state before the first step that a process recorded.
         partial: whether the run failed in this step.
     """

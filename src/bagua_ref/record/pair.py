@@ -52,13 +52,13 @@ class Pair:
     """Two recordings, aligned by step.
 
     Args:
-        a: folder of the first one.
-        b: folder of the second one.
+        a: folder of the first recording.
+        b: folder of the second recording.
 
     Attributes:
-        runs: the ranks of each.
-        ranks: their numbers.
-        steps: those that both have.
+        runs: the ranks' recordings of each run.
+        ranks: rank numbers.
+        steps: steps that both runs have.
 
     Raises:
         RecordingError: one cannot be read, or they have other numbers of ranks or no step in common.

@@ -43,20 +43,20 @@ class Recording:
     recording stops with a warning, and training goes on.
 
     Args:
-        model: the module that is called: plain, in torch's DistributedDataParallel or FSDP2, or
-            with an algorithm.
+        model: the called module: plain, in torch's DistributedDataParallel or FSDP2, or with an
+            algorithm.
         optimizers: one or several, each of which steps once in a step.
         folder: this rank writes into ``folder/rank<r>``.
         loader: batches, which the context then yields: ``for batch in recording``; None: only the
             model's inputs are recorded.
-        first_step: number of the first step, for a run that was restarted: its steps are added to
-            what the folder holds; None: 0, in a folder without a recording.
+        first_step: number of the first step, for a restarted run, whose steps are appended to the
+            folder; None: 0, in a folder without a recording.
         rank: this rank; None: taken from bagua_ref, torch.distributed or the environment.
         world_size: number of ranks; None: likewise.
 
     Attributes:
-        step: number of the step that is under way.
-        stopped: why recording stopped early, or None.
+        step: number of the current step.
+        stopped: reason why recording stopped early, or None.
 
     Raises:
         ValueError: rank is not below world_size; on entering: the folder holds a recording of this

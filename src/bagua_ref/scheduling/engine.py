@@ -52,11 +52,11 @@ class Fact(NamedTuple):
         sentence: about one or several ranks, with ``{has}`` or ``{is}`` for the verb and
             ``{value}`` for the number.
         value: the number on this rank, an int64.
-        names: what the values 0, 1, ... mean, if they are no quantities.
-        explain: returns what the number is a checksum of, as texts by sentence, as above, and what
-            follows the last one; None: it is no checksum.
-        adopt: sets the number on a rank without batches, from that of the others in
-            `bagua_ref.join`; None: such a rank need not know it.
+        names: names of the values 0, 1, ...; empty for quantities.
+        explain: for a checksum, returns the texts behind it by sentence, in the form above, and the
+            text after the last one; None: not a checksum.
+        adopt: sets the number on a rank without batches to that of the others, in `bagua_ref.join`;
+            None: such a rank does not need it.
 
     >>> Fact("{is} in {value}", 1, ("warm-up", "the compressed phase")).about([1, 3], 0)
     'ranks 1, 3 are in warm-up'
@@ -85,8 +85,8 @@ def describe_differences(
     """Describe the differences between ranks; "" if they agree.
 
     Args:
-        facts: this rank's; those that explain a checksum are left out.
-        values: those of the facts on every rank.
+        facts: this rank's facts; those that explain a checksum are skipped.
+        values: values of the facts on every rank.
         ranks: the numbers of the ranks, in the order of ``values``.
 
     >>> facts = [Fact("{has} taken {value} optimizer steps", 12)]
@@ -120,7 +120,7 @@ class Readiness(Generic[Item]):
     not end: any mark is then an error, as the item's bucket has already run.
 
     Args:
-        buckets: the items of each bucket, no item twice.
+        buckets: the items of each bucket; items are unique.
 
     >>> readiness = Readiness([["a", "b"], ["c"]])
     >>> readiness.mark("c"), readiness.mark("a"), readiness.mark("b")
@@ -159,8 +159,8 @@ class Readiness(Generic[Item]):
         Marking an item again before its bucket is scheduled has no effect.
 
         Raises:
-            ValueError: its bucket was already scheduled in this round.
-            KeyError: it is in no bucket.
+            ValueError: the item's bucket was already scheduled in this round.
+            KeyError: the item belongs to no bucket.
         """
         place = self._unmarked.pop(item, None)
         if place is None:
@@ -192,15 +192,15 @@ class Engine:
     """Runs a module's buckets on one background worker, every rank in the same order.
 
     Args:
-        world: provides threads and the clock.
+        world: the source of threads and of the clock.
         name: the module's name, for messages and the thread.
         timeout: seconds without progress after which waiting raises (S2.5).
         algorithm: the algorithm's name in profiles; "" uses ``name``.
 
     Attributes:
         new_round: called when a round's first tensor is ready; returns the round.
-        half_done: whether a round has been abandoned after it had begun.
-        meter: what this training counts.
+        half_done: whether a round was abandoned after its start.
+        meter: counters of this training.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class Engine:
 
         Args:
             buckets: in the order in which all ranks run them.
-            is_open: whether the round has begun, by other means.
+            is_open: whether the caller has already begun the round.
         """
         assert self._readiness.idle
         if not is_open:
@@ -337,7 +337,7 @@ class Engine:
 
         Args:
             bucket: in the order in which all ranks run them.
-            kind: makes the job, from the arguments of `BucketRun`.
+            kind: factory of the job, called with the arguments of `BucketRun`.
         """
         if bucket in self._marked_on:
             self._order_after_marks(bucket)

@@ -23,7 +23,7 @@ class Errors:
     """Errors shared by all jobs of an engine.
 
     Attributes:
-        fatal: after it, no job runs any more.
+        fatal: error after which no further job runs.
         bucket_failed: whether a bucket of this round has failed.
     """
 
@@ -45,14 +45,14 @@ class BucketRun:
 
     Args:
         bucket: the bucket.
-        flat: the values of its tensors; None: it is loaded when it runs.
-        ready: a CUDA event that marks when they are available.
+        flat: the values of the bucket's tensors; None: loaded when the job runs.
+        ready: a CUDA event that marks the availability of the values.
         label: name of this execution in a profile, from its creation to the end of its operations.
-        errors: the engine's.
+        errors: errors of the engine.
 
     Attributes:
         done: a CUDA event that marks the end; None on a CPU.
-        error: the error of an operation.
+        error: the error of an operation, or None.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class RoundCall:
     """A function call between buckets; any error is fatal.
 
     Args:
-        function: the beginning or the end of a round, or what runs between rounds.
-        errors: the engine's.
-        ends: whether it is the end of a round; without effect if a bucket has failed, whose error
-            says more.
+        function: the start or end of a round, or a function to run between rounds.
+        errors: errors of the engine.
+        ends: whether the function is the end of a round, which is skipped if a bucket has failed,
+            as its error says more.
     """
 
     def __init__(self, function: Callable[[], object], errors: Errors, ends: bool = False) -> None:
@@ -148,10 +148,10 @@ class Worker:
     Only one thread at a time may submit jobs and wait.
 
     Args:
-        world: starts the thread.
+        world: the source of the thread.
         name: the thread's name.
         timeout: seconds without progress after which `wait` raises.
-        meter: counts what the jobs do.
+        meter: counters that the jobs update.
     """
 
     def __init__(self, world: World, name: str, timeout: float, meter: Meter) -> None:
@@ -202,9 +202,9 @@ class Worker:
         """Wait until all jobs submitted since the last call have finished; return them.
 
         Raises:
-            CommunicationTimeoutError: none finished within the timeout; names the running job
-                and the missing ranks.
-            CommunicationError: the ranks wait for each other and none can go on.
+            CommunicationTimeoutError: no job finished within the timeout; names the running job and
+                the missing ranks.
+            CommunicationError: deadlock: all ranks wait for each other.
         """
         count, now = self._jobs_so_far, self._world.now
         begin = now()

@@ -135,8 +135,8 @@ class SimulatedCommunicator(Communicator):
 
         Args:
             what: the collective and the arguments on which all ranks must agree.
-            send: what this rank sends; None for a barrier.
-            recv: receives the result.
+            send: tensor to send; None for a barrier.
+            recv: tensor for the result.
             function: one of `collectives`.
             alike: the tensor that must have the same size and dtype on all ranks; None for
                 ``send``.
@@ -201,7 +201,7 @@ class SimulatedNetwork:
     are still connecting.
 
     Args:
-        scheduler: of the ranks' threads.
+        scheduler: scheduler of the ranks' threads.
         node_of: each rank's node.
     """
 

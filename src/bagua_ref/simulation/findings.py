@@ -39,11 +39,11 @@ class Finding:
             ``"fault"``, ``"crash"``, or one of `NO_VERDICT`.
         message: the error in words, with ranks, files and lines.
         rank: one of the ranks concerned; None if there is none.
-        file: of that rank's line.
-        line: of the user's code; 0: unknown.
+        file: file of that rank's line.
+        line: line of the user's code; 0: unknown.
         step: the number of the optimizer step, from 0, or None.
-        schedule: in which it occurs.
-        fault: with which it occurs, or None.
+        schedule: schedule in which it occurs.
+        fault: fault with which it occurs, or None.
         change: the part of the message that says what differs between two runs, if it is one.
     """
 

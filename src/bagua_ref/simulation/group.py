@@ -34,20 +34,22 @@ class Call:
         group: the group.
         rank: the calling rank, in the group.
         operation: the call and the arguments on which all ranks must agree.
-        send: what this rank sends, as its function expects it; None for nothing.
-        recv: receives the result.
+        send: data sent by this rank, in the form expected by the collective's function; None for
+            nothing.
+        recv: receiver of the result.
         alike: the tensor that must have the same size and dtype on all ranks, or None.
 
     Attributes:
-        file: of the user's line that calls.
-        line: in that file.
-        module: for which FSDP2 calls, or empty.
-        done: whether it is finished.
-        error: in which it ended, or None.
-        awaited: whether somebody waits for it.
+        file: file of the user's calling line.
+        line: line in that file.
+        module: module for which FSDP2 calls, or empty.
+        done: whether the call is finished.
+        error: error that ended the call, or None.
+        awaited: whether something waits for the call.
         source: the rank of the group from which a message is received; None for any.
-        partners: the ranks of the group of which one must take the message, or send it.
-        concerned: if the arguments do not fit together, the calls of all ranks concerned.
+        partners: candidate peers of a message: the ranks of the group of which one must receive it,
+            or send it.
+        concerned: if arguments do not match, the calls of all ranks concerned.
     """
 
     group: SimulatedGroup
@@ -99,8 +101,8 @@ class Call:
 
         Args:
             timeout: virtual seconds; None: the group's.
-            passes: whether this wait ends by itself, so that ranks that wait for each other go on
-                until then.
+            passes: whether this wait ends by itself, so that it does not count as part of a
+                deadlock.
         """
         self.awaited = True
         group = self.group
@@ -153,17 +155,17 @@ class SimulatedGroup:
     """State shared by a group's ranks: incomplete collectives and messages in flight.
 
     Args:
-        scheduler: of the ranks' threads.
-        name: the group's.
+        scheduler: scheduler of the ranks' threads.
+        name: name of the group.
         ranks: the global rank of each rank of the group.
         timeout: virtual seconds that a call waits for other ranks.
 
     Attributes:
-        under_way: the calls of each incomplete collective, by its stream and number in it, and by
-            rank.
-        sends: messages that have not been received, by receiver and tag, in the order of sending.
-        recvs: receivers whose messages have not been sent.
-        broken: why the group was given up, or None.
+        under_way: the calls of each incomplete collective, by stream and number in the stream, and
+            by rank.
+        sends: messages not yet received, by receiver and tag, in the order of sending.
+        recvs: receive calls whose messages have not been sent.
+        broken: reason why the group was aborted, or None.
     """
 
     scheduler: Scheduler
@@ -200,8 +202,8 @@ class SimulatedGroup:
         the same error.
 
         Args:
-            call: the rank's part.
-            function: one of `collectives`, or the like.
+            call: this rank's call.
+            function: a function such as those of `collectives`.
             stream: collectives of different streams do not wait for each other.
             strict: whether the first call that does not match ends the run, before all ranks have
                 called.

@@ -52,16 +52,17 @@ class Exploration:
 
     Attributes:
         nodes: the number of ranks on each node.
-        seeds: the number of schedules that are drawn at random.
-        deviations: instead, all schedules with at most so many deviations; None: ``seeds`` counts.
+        seeds: the number of random schedules.
+        deviations: maximal number of deviations; all schedules up to it replace random ones. None:
+            ``seeds`` counts.
         limit: seconds for the first run, which imports everything, and for all the others.
         schedule: the only schedule to run; None: many.
         faults: kinds of faults to try at every communication of every rank.
         fault: the only fault to try.
-        compares_stdout: whether what ranks print must be the same in all schedules.
+        compares_stdout: whether the ranks' output must be the same in all schedules.
         hash_seeds: values of PYTHONHASHSEED to compare. Two strings of a set have the same order
             under all of four with probability 1/8.
-        processes: the most at a time.
+        processes: maximal number of processes at a time.
     """
 
     nodes: tuple[int, ...]
@@ -83,13 +84,13 @@ class Judgement:
     """The verdict on a program.
 
     Attributes:
-        finding: the first error; None: there was none in the runs made.
-        hints: what is odd, but no error.
-        runs: the number of runs made.
-        planned: the number of runs that the search would have made; None: unknown.
-        is_complete: whether the search came to its end.
+        finding: the first error; None if no run had an error.
+        hints: observations that are odd, but not errors.
+        runs: the number of completed runs.
+        planned: the number of runs of a complete search; None: unknown.
+        is_complete: whether the search was completed.
         timeline: with a link, the times of a run in the default schedule without an error.
-        values: what each rank of a function returned in that run.
+        values: the result of each rank of a function in that run.
     """
 
     finding: Finding | None = None
@@ -121,8 +122,8 @@ def judge(
     PYTHONHASHSEED, and faults.
 
     Args:
-        program: to run on every rank.
-        search: what to run.
+        program: program to run on every rank.
+        search: settings of the search.
         progress: called after each run.
     """
     _warm_up(program)
@@ -164,13 +165,13 @@ class _Judge:
     """The search for a program's first error.
 
     Attributes:
-        program: to run.
-        search: what to run.
-        workers: carry out the runs.
-        report: to fill in.
+        program: program to run.
+        search: settings of the search.
+        workers: worker processes.
+        report: report to fill in.
         progress: called after each run.
-        unstable: why runs cannot be compared with each other.
-        memory: what is sent although it is not initialised, where no result depends on it.
+        unstable: reason why runs cannot be compared with each other.
+        memory: uninitialised memory that is sent, if no result depends on it.
     """
 
     program: Program
@@ -352,10 +353,10 @@ class Workers:
     """Worker processes that observe runs of one program; each run has an empty working folder.
 
     Args:
-        program: to run.
+        program: program to run.
         nodes: the number of ranks on each node.
-        count: the most runs at a time.
-        end: when to end, by `time.monotonic`.
+        count: maximal number of concurrent runs.
+        end: deadline, by `time.monotonic`.
     """
 
     def __init__(self, program: Program, nodes: Sequence[int], count: int, end: float) -> None:
@@ -380,10 +381,10 @@ class Workers:
         """Run orders, several at a time; yield their records in order of completion.
 
         Args:
-            orders: gives None if the next order depends on those under way.
+            orders: the orders; None means that the next one depends on running ones.
 
         Raises:
-            TimeoutError: the time is up.
+            TimeoutError: the deadline has passed.
         """
         running: dict[Any, tuple[Any, Connection, Order]] = {}
         while True:

@@ -62,15 +62,15 @@ class Order:
     """An order for one run: its schedule and settings.
 
     Attributes:
-        schedule: of the run.
-        prompt: the lines whose asynchronous operations act at once, see `promptly`.
+        schedule: schedule of the run.
+        prompt: the lines whose asynchronous operations take effect at once, see `promptly`.
         shows: whether to show the ranks' output.
-        fault: of a rank.
-        hash_seed: the PYTHONHASHSEED of a new interpreter; None: that of this process.
-        measures: whether ranks take their CPU time, with links.
+        fault: fault of a rank, or None.
+        hash_seed: PYTHONHASHSEED of a new interpreter; None: that of this process.
+        measures: whether compute takes measured CPU time, with links.
         again: whether the run is a repetition, in a process of its own: memory that is not
             initialised differs there.
-        fills: whether `torch.empty` and its like are given other values.
+        fills: whether `torch.empty` and similar functions return other values.
     """
 
     schedule: Schedule = field(default_factory=Schedule)
@@ -88,17 +88,18 @@ class Step:
     """Digests of a rank's parameters after an optimizer step.
 
     Attributes:
-        file: of the user's code that called the step.
-        line: in that file.
-        parameters: the digest of each parameter, by name.
-        gradients: the digest of each gradient that is not zero, by the parameter's name.
-        replicas: by name, the ranks that must have equal parameters.
+        file: file of the user's code that called the step.
+        line: line in that file.
+        parameters: digest of each parameter, by name.
+        gradients: digest of each non-zero gradient, by the parameter's name.
+        replicas: the ranks that must have equal parameters, by the parameter's name.
         reduced: the ranks that must have equal parameters if all their gradients are equal.
         joined: whether the ranks may make different numbers of steps.
-        is_finite: whether all parameters are.
+        is_finite: whether all parameters are finite.
         before: the digest of each parameter before a rank's first step; empty for later ones.
         elements: the number of elements of each parameter.
-        largest: the most elements of a communication of the rank since its last step.
+        largest: the maximal number of elements in one communication of the rank since its last
+            step.
     """
 
     file: str
@@ -119,21 +120,22 @@ class Observation:
     """The record of a run.
 
     Attributes:
-        order: the run's, whose schedule has the choices made.
-        steps: of each rank.
-        log: of each rank, its communications.
-        sent: of each rank, a digest of each communication and what it sent.
-        stdout: what each rank printed.
-        returned: the digest of each rank's return value.
+        order: the order of the run, with the choices of its schedule.
+        steps: optimizer steps of each rank.
+        log: communications of each rank.
+        sent: for each rank, a digest of each communication and its data.
+        stdout: output of each rank.
+        returned: digest of each rank's return value.
         uses_hashes: whether the program, or a library that it imports, uses sets or ``hash()``.
-        values: what each rank returned in the first run of a function, pickled.
-        hints: what is odd, but no error.
-        largest: the most elements of each rank's communications after its last step.
-        kind: of the error that ended the run; empty: all ranks returned.
-        message: of that error.
-        calls: what the ranks concerned were doing.
-        timeline: with links, the times of the run.
-        exceptions: in a run with a fault, what ended each rank; empty: it returned.
+        values: result of each rank in the first run of a function, pickled.
+        hints: observations that are odd, but not errors.
+        largest: the maximal number of elements in one communication of each rank after its last
+            step.
+        kind: kind of the error that ended the run; empty: all ranks returned.
+        message: message of that error.
+        calls: the calls of the ranks concerned.
+        timeline: the times of the run, if it has links.
+        exceptions: in a run with a fault, the exception that ended each rank; empty: it returned.
     """
 
     order: Order

@@ -27,15 +27,15 @@ class Program:
     """The code that every rank runs: a script or a function.
 
     Args:
-        name: ``path/to/script.py`` or ``package.module:function``; of a function that is given,
-            only a name for reports.
+        name: ``path/to/script.py`` or ``package.module:function``; with ``function``, only a name
+            for reports.
         is_module: whether ``name`` is a module to run as ``python -m`` does.
-        arguments: the script's, in ``sys.argv``.
-        function: called without arguments, instead of what ``name`` says.
-        loads_in_process: whether data loaders do without the worker processes that they ask for.
-        link: between its ranks; None: communication takes no time.
-        folder: in which it runs; empty: a new one for each run.
-        cpu: whether devices that the program names, such as CUDA's, are the CPU.
+        arguments: arguments of the script, in ``sys.argv``.
+        function: function to call without arguments, in place of ``name``.
+        loads_in_process: whether data loaders run without the worker processes that they ask for.
+        link: link between the ranks; None: communication takes no time.
+        folder: working folder; empty: a new one for each run.
+        cpu: whether the CPU replaces other devices that the program names, such as CUDA's.
         compute: the seconds of a forward and backward pass, see
             `bagua_ref.simulation.SimulatedWorld`.
 
@@ -112,7 +112,7 @@ class RankOutput(io.TextIOBase):
     """A text stream that prefixes each line with the rank.
 
     Args:
-        stream: gets the lines; None: they are dropped.
+        stream: destination of the lines; None: they are dropped.
         ranks: the number of ranks.
     """
 

@@ -75,10 +75,11 @@ class SameAsOne:
     """The result of `same_as_one`.
 
     Attributes:
-        layouts: those that were compared with one rank and one microbatch.
-        differences: of those that differ, the first tensor and the kind of difference in words.
-        notes: what was left out or changed, and why.
-        is_comparable: whether anything could be compared.
+        layouts: the layouts compared with one rank and one microbatch.
+        differences: for each differing layout, the first tensor and the kind of difference in
+            words.
+        notes: omissions and changes, with their reasons.
+        is_comparable: whether at least one layout could be compared.
     """
 
     layouts: list[Layout] = field(default_factory=list)
@@ -159,7 +160,7 @@ def same_as_one(
             parameter, ``step(microbatches)`` makes the model, and returns it.
         batch: a tensor, or a dict, list or tuple of them, with samples along the first dimension;
             their number must be a multiple of 4 for the default layouts.
-        layouts: to compare.
+        layouts: layouts to compare.
         model: makes the model on each rank, inside `DistributedDataParallel`, FSDP2 or
             ``with_bagua`` if it is to be trained so; all start from the same seed.
         labels: the key or index of integer labels, of which -100 counts for nothing. Without them,
@@ -170,7 +171,7 @@ def same_as_one(
 
     Raises:
         ValueError: a layout does not divide the batch.
-        TypeError: ``step`` needs a model that is not given.
+        TypeError: ``step`` needs a model, but ``model`` is missing.
 
     >>> def step(model, microbatches):
     ...     for x in microbatches:

@@ -240,8 +240,8 @@ class Scheduler:
         was.
 
         Args:
-            ticket: the calling thread's.
-            timeout: None for no limit.
+            ticket: ticket of the calling thread.
+            timeout: limit in virtual seconds; None: no limit.
             passes: whether this wait ends by itself, as a sleep does.
         """
         if ticket.granted:

@@ -67,7 +67,7 @@ class Schedule:
         they became ready.
 
         Raises:
-            SimulationError: there are too few threads for the choice.
+            SimulationError: the schedule's choice exceeds the number of ready threads.
         """
         if ready == 1:
             return 0
@@ -155,7 +155,7 @@ class SeededSchedule(Schedule):
     """A schedule of random choices, drawn from a seed during the run.
 
     Args:
-        seed: of the choices.
+        seed: seed of the choices.
     """
 
     def __init__(self, seed: int) -> None:
@@ -189,15 +189,15 @@ class Schedules:
 
     Args:
         deviations: see `Schedule`; None: any number.
-        limit: the most schedules to give.
+        limit: maximal number of schedules.
 
     Raises:
         ValueError: a number is out of range.
 
     Attributes:
         runs: the number of schedules that have been run.
-        complete: whether all schedules with at most so many deviations have been run.
-        exhausted: whether there are no other schedules, not counting those before `Schedule.begin`.
+        complete: whether all schedules up to the number of deviations have been run.
+        exhausted: whether no other schedules exist, not counting those before `Schedule.begin`.
 
     >>> from bagua_ref.simulation import SimulatedWorld
     >>> def program(comm):
@@ -257,7 +257,7 @@ class Fault:
             group's timeout; ``"slow"``: it loses a second before this communication and each later
             one.
         rank: the global rank.
-        number: of its communications, from 0.
+        number: index of the communication on that rank, from 0.
     """
 
     kind: str

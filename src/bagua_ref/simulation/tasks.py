@@ -47,9 +47,9 @@ class Ticket:
         what: the words that follow "rank 3 waits " in messages.
         collective: whether only other ranks can end this wait.
         call: the communication that it waits for, whose ``facts()`` are a `RankCall`.
-        granted: whether it is over, with the result ``value``.
-        deadline: the virtual time at which it ends anyway.
-        passes: whether it ends by itself, as a sleep does.
+        granted: whether the wait is over, with the result ``value``.
+        deadline: virtual time at which the wait ends at the latest.
+        passes: whether the wait ends by itself, like a sleep.
     """
 
     task: Task | None

@@ -62,10 +62,10 @@ class Timeline:
     """Times of a run.
 
     Attributes:
-        spans: of all ranks.
-        steps: of each rank, when each of its optimizer steps ended.
+        spans: intervals of all ranks.
+        steps: for each rank, the end times of its optimizer steps.
         seconds: virtual seconds from start to end.
-        messages: all that were sent, counted (S14.1).
+        messages: counts of all messages sent (S14.1).
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -177,14 +177,14 @@ class _Transfer:
     """An operation in progress on the links.
 
     Attributes:
-        rounds: that have not begun, of global ranks.
-        finish: called with the times of its begin and end.
-        queue: the operations that take place one after another, this one among them; or None.
-        began: when its first round did.
-        loads: the bytes of the round under way by link.
-        left: the part of that round that was left at the time ``since``.
-        seconds: of that round at its present speed.
-        ends: when the round ends.
+        rounds: rounds not yet started, in global ranks.
+        finish: callback with the start and end time.
+        queue: the operations executed in sequence with this one, itself included; or None.
+        began: start time of the first round.
+        loads: bytes of the current round by link.
+        left: remaining fraction of that round at the time ``since``.
+        seconds: duration of that round at its present speed.
+        ends: end time of the round.
     """
 
     rounds: Iterator[Round]
@@ -276,9 +276,9 @@ class Timing:
     them; a message begins when both sides have [defined].
 
     Args:
-        scheduler: of the ranks.
+        scheduler: scheduler of the ranks.
         node_of: the node of each rank.
-        links: their costs.
+        links: costs of the links.
         compute: the seconds of a forward and backward pass through a module that is in no other: a
             third is forward, and of backward each parameter has its part, by its elements (S14.4);
             "measured": the CPU time of the ranks' threads; None: 0.

@@ -17,11 +17,10 @@ class Case:
     """One golden vector.
 
     Attributes:
-        operation: a suite, which names the files, and what to compute; ``docs/vectors.md``
-            lists them.
-        clause: of the specification.
-        dtype: of the numbers, by name.
-        name: tells it from the operation's other cases of this dtype.
+        operation: suite, which names the files, and computation; listed in ``docs/vectors.md``.
+        clause: clause of the specification.
+        dtype: name of the numbers' dtype.
+        name: distinguishes the operation's cases of this dtype.
         inputs: tensors by name.
         parameters: JSON values by name.
         flag: ``"valid"``: ordinary numbers; ``"edge"``: at the edge of a format or a rule.

@@ -107,7 +107,7 @@ class CollectiveCall:
     """A call of a collective: its arguments and expected tensors, by rank.
 
     Attributes:
-        method: of communicators.
+        method: method name of communicators.
         brought: each rank's arguments.
         expected: each rank's tensors, in the order of its arguments.
         terms: n if results may differ by ``SUM(n)``: libraries round 16-bit sums at each step, and
@@ -133,15 +133,15 @@ def collective_call(
     """Return a call of one of `METHODS`, or its form in place, on n ranks.
 
     Args:
-        method: its name.
-        op: of reductions.
+        method: method name.
+        op: operator of reductions.
         n: number of ranks.
         count: elements of a chunk: each rank has one chunk, or n of what is reduced and scattered,
             scattered or exchanged.
-        dtype: of all tensors.
+        dtype: dtype of all tensors.
         root: the rank that sends or receives.
-        start: selects the numbers.
-        x: the numbers, a row for each rank; None: such as identify rank and place.
+        start: index of the first element in the sequence of values.
+        x: the values, one row per rank; None: values that identify rank and index.
     """
     name, everyone = method.removesuffix("_inplace"), range(n)
     bring = partial(terms, op) if name in REDUCING else values

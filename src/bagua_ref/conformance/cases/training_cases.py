@@ -361,9 +361,9 @@ def graph_cases(
     """A mode or a cycle of graphs, a world that it supports, and whether leaders average.
 
     Args:
-        draw: Hypothesis's.
-        largest: the largest number of ranks or leaders that talk.
-        changing: only such that consecutive graphs differ.
+        draw: Hypothesis's draw function.
+        largest: the maximum number of ranks, or of leaders, that average.
+        changing: whether consecutive graphs must differ.
     """
     between = draw(st.booleans())
     name = draw(st.sampled_from(["", *(GRAPHS[:2] if changing else GRAPHS)]))

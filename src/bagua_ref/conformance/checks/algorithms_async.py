@@ -109,7 +109,7 @@ def _expect_nothing_lost(
     Args:
         training: results of the programs.
         programs: each rank's program.
-        places: place of each rank's abort after which this holds.
+        places: for each rank, the index of the abort after which this must hold.
         agree: whether there was time for rounds while no rank trained.
     """
     for p, w in enumerate(training.weights):

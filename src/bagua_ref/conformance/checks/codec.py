@@ -62,14 +62,14 @@ def for_each(
     """Return a decorator that registers a property once for each codec.
 
     Args:
-        name: of the check, to which the codec's is added.
+        name: prefix of the check's name; the codec's name follows.
         codecs: codecs of S12.
         clause: its clause, but for codecs that have one of their own; by default that of the
             codec's layout.
         minmax: clause with name, and effort of the check of MinMaxUInt8, if it has the property, too.
         dtypes: names of dtypes.
         effort: factor of the number of inputs; codecs with another scale rule get a third of them.
-        walk: judges the codec's rows of the case table.
+        walk: checks the codec's rows of the case table.
     """
 
     def enter(function: Property) -> Property:

@@ -52,7 +52,7 @@ class Check:
         dtypes: names of dtypes; the check runs separately for each of them. Empty: once.
         needs: attributes that the target's part must have, or codecs of the target's kernels.
         effort: factor of the number of inputs.
-        walk: judges the rows of the case table that every run walks, after the drawn inputs.
+        walk: checks the fixed rows of the case table, after the drawn inputs.
     """
 
     id: str
@@ -78,12 +78,12 @@ def check(
     """Return a decorator that registers a property as a check.
 
     Args:
-        name: its id.
+        name: the check's id.
         dtypes: names of dtypes, for each of which the check runs.
-        needs: what the target's part must have.
+        needs: attributes that the target's part must have.
         effort: factor of the number of inputs.
         sentence: the property; by default the first paragraph of the function's docstring.
-        walk: judges its rows of the case table.
+        walk: checks the fixed rows of the case table.
     """
     suite, _, rest = name.partition(".")
     clause = rest.rpartition(".")[0]
@@ -121,7 +121,7 @@ def trains(
         name: the check's id, without the suite.
         effort: factor of the number of inputs.
         dtypes: names of dtypes, for each of which the check runs.
-        of: a function that trains, of the algorithm, the lab and the arguments.
+        of: the training function, called with the algorithm, the lab and the arguments.
     """
 
     def enter(given: Any, sentence: str = "") -> Any:

@@ -71,12 +71,12 @@ class _Samples:
     complexities, or costs.
 
     Attributes:
-        lab: provides the target.
+        lab: the harness, which has the target.
         values: the samples.
-        options: its options, and the epoch.
-        batch_fn: that of a batch sampler on it; None: there is none.
-        drop_last: of the batch sampler.
-        most: largest cost of a batch; None: there is no budget.
+        options: the sampler's options, including the epoch.
+        batch_fn: batch function of a batch sampler on top; None: no batch sampler.
+        drop_last: the batch sampler's drop_last.
+        most: maximal cost of a batch; None: no budget.
     """
 
     lab: Lab

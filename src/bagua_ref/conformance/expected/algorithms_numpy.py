@@ -145,9 +145,8 @@ class QAdam:
         weights: each parameter's numbers.
         options: each parameter's ``lr``, ``betas``, ``eps`` and ``weight_decay``.
         warmup_steps: the last step with exact gradients.
-        exchanges: places of the parameters in each bucket, in order, and the exchange of its
-            momenta.
-        dtype: of all parameters.
+        exchanges: for each bucket, the parameter indices in order, and the exchange of its momenta.
+        dtype: dtype of all parameters.
     """
 
     weights: list[Array]

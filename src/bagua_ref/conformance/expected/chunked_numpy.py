@@ -141,8 +141,8 @@ def sparse_round(
     Args:
         inputs: differences, or gradients, by rank.
         errors: e by rank.
-        shape: of the tensor.
-        top_k: as the algorithm's, like the others.
+        shape: shape of the tensor.
+        top_k: the algorithm's option, like the following arguments.
         chunk: likewise.
         decay: likewise.
         mean: likewise.
@@ -172,13 +172,13 @@ class SparseDiLoCo(DiLoCo):
     """All ranks of a training with SparseLoCo (S15.5).
 
     Args:
-        shapes: of the parameters.
-        orders: the row-major place of each of their numbers.
+        shapes: shapes of the parameters.
+        orders: the row-major index of each parameter's elements.
         sparse: arguments of `sparse_round`.
 
     Attributes:
         errors: e by rank and parameter, in the order of the weights.
-        messages: of each fragment that was sent, by rank.
+        messages: messages of each fragment sent, by rank.
     """
 
     shapes: list[tuple[int, ...]]

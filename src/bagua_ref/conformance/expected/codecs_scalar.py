@@ -81,12 +81,13 @@ class Elements:
     """An element format.
 
     Attributes:
-        emax: exponent of its largest power of two (S12.1).
-        bits: of an element.
-        numbers: its finite numbers from 0 up, by code.
-        even: from which fraction of a power of two on the rule EVEN takes the next power (S12.6).
-        block: elements that share a scale.
-        header: bytes before the scales.
+        emax: exponent of the largest power of two (S12.1).
+        bits: bits per element.
+        numbers: the finite numbers from 0 up, indexed by code.
+        even: fraction of a power of two from which the rule EVEN rounds up to the next power
+            (S12.6).
+        block: number of elements that share a scale.
+        header: number of bytes before the scales.
     """
 
     emax: int
@@ -223,8 +224,8 @@ def error_bound(
         codec: one of `FORMATS`, or MinMaxUInt8.
         x: the element.
         block: all elements of its block.
-        restored: what came back of it.
-        dtype: of both.
+        restored: the element after the round trip.
+        dtype: dtype of both.
         chunk: all elements of its chunk.
     """
     if codec == MINMAX:

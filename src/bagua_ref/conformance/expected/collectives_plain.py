@@ -88,8 +88,8 @@ def alltoall_v(
     values of ``before``.
 
     Args:
-        x: what each rank sends.
-        before: what each rank receives into.
+        x: send tensor of each rank.
+        before: receive tensor of each rank before the call.
         send_counts: elements from rank s to rank d in row s, column d.
         send_displs: where they begin in rank s's tensor, likewise.
         recv_displs: where the elements from rank s begin in rank d's tensor, in row d, column s.

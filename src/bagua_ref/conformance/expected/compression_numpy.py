@@ -83,7 +83,7 @@ class LowRankRound:
     Attributes:
         result: the averaged gradient.
         errors: e by rank; None without memory.
-        q: for the next round; None: there is none yet.
+        q: Q for the next round; None if there is none yet.
     """
 
     result: Array
@@ -108,13 +108,13 @@ def power_sgd_round(
     Args:
         gradients: n x m matrices, by rank.
         errors: e by rank; None without memory.
-        q: m x r, as the last round left it; None in the first one.
-        rank: r.
+        q: m x r, Q after the last round; None in the first one.
+        rank: the compression rank r.
         memory: "local", "averaged" or None.
         warm_start: as the algorithm's, like ``seed``.
         seed: likewise.
-        k: compressed rounds before this one.
-        i: the parameter's place.
+        k: number of earlier compressed rounds.
+        i: the parameter's index.
     """
     given = gradients if errors is None else [g + e for g, e in zip(gradients, errors, strict=True)]
     m = given[0].shape[1]
@@ -152,9 +152,9 @@ def is_tame(columns: Array, size: float | None = None) -> bool:
     count.
 
     Args:
-        columns: of one matrix.
-        size: what their rounding is relative to, such as `norm` of what was added up, which may
-            cancel. None: each column's norm.
+        columns: the columns of one matrix.
+        size: magnitude to which rounding errors are relative, such as `norm` of the summands, which
+            may cancel. None: each column's norm.
     """
     columns = columns.astype(np.float64)
     sizes = np.linalg.norm(columns, axis=0)
@@ -212,11 +212,11 @@ def error_feedback_round(
 
     Args:
         inputs: x by rank, m elements with padding, numbers of ``dtype`` held as float32.
-        workers: e by rank, of m elements.
-        servers: f by rank, of m / n elements.
-        codec: its name.
-        dtype: of the result.
-        filled: the elements before the padding.
+        workers: e by rank, each of m elements.
+        servers: f by rank, each of m / n elements.
+        codec: name of the codec.
+        dtype: dtype of the result.
+        filled: number of elements before the padding.
         average: the mean instead of the sum.
     """
     n, m = len(inputs), len(inputs[0])
@@ -256,9 +256,9 @@ class ErrorFeedback:
 
     Args:
         nodes: number of ranks on each node, whose leaders then have the memories; None: all ranks
-            have.
-        codec: its name.
-        dtype: of the bucket.
+            have memories.
+        codec: name of the codec.
+        dtype: dtype of the bucket.
         average: the mean instead of the sum.
     """
 
@@ -305,8 +305,8 @@ def topk_round(
     Args:
         gradients: m elements by rank, numbers of ``dtype`` held as float32.
         errors: e by rank; None: no memory.
-        ratio: k is this part of m, rounded up.
-        dtype: of the result.
+        ratio: fraction of the m elements to send, rounded up to k.
+        dtype: dtype of the result.
     """
     given = (
         [g.copy() for g in gradients]

@@ -141,8 +141,8 @@ def averaged(x: Array, mode: Mode, t: int) -> Array:
     """Return every rank's average at step t, before rounding to the dtype.
 
     Args:
-        x: of shape (n, m), float32 or float64.
-        mode: a name, or graphs that follow each other in a cycle.
+        x: array of shape (n, m), float32 or float64.
+        mode: name of a mode, or a cycle of graphs.
         t: the number of earlier averages.
     """
     if len(x) == 1:

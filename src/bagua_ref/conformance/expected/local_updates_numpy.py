@@ -157,16 +157,16 @@ class DiLoCo:
     Args:
         start: the weights at the beginning, equal on all ranks.
         n: the number of ranks.
-        lr: of the inner SGD.
-        dtypes: of the parameters.
-        fragments: the places of the parameters in each fragment.
-        outer: makes the outer optimizer of a fragment.
+        lr: learning rate of the inner SGD.
+        dtypes: dtypes of the parameters.
+        fragments: the parameter indices of each fragment.
+        outer: factory of a fragment's outer optimizer.
         period: as in S9.2, like the others.
         delay: likewise.
         mix: likewise.
         warmup_steps: likewise.
         compression: None or "MinMaxUInt8".
-        momentum: of the inner SGD.
+        momentum: momentum of the inner SGD.
 
     Attributes:
         ranks: every rank's weights.

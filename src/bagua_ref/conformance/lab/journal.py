@@ -28,10 +28,10 @@ class Journal:
 
     Args:
         time_limit: time limit of a single call in seconds.
-        path: a file to be written before each call. This process then ends when a call takes
-            longer, by a watchdog in C, as a call may hold the interpreter lock, and the file says
-            so; `last_call` reads it. None: whoever waits asks `overdue`.
-        records: whether the file also gets the arguments of calls, which takes time.
+        path: file written before each call. A watchdog in C then ends this process when a call
+            takes longer, as a call may hold the interpreter lock, and the file says so; `last_call`
+            reads it. None: the waiting thread polls `overdue`.
+        records: whether to write also the arguments of calls, which takes time.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Journal:
         """Record a call as running until the block ends; blocks may be nested, also by threads.
 
         Args:
-            name: what is called.
-            arguments: what it is called with, by name.
+            name: name of the called function.
+            arguments: arguments of the call, by name.
         """
         self._last = name
         if self._file is not None:

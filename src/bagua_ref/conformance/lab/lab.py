@@ -127,9 +127,9 @@ class CountedPart:
     access counts as a call.
 
     Args:
-        part: the part; the factory of communicators is called with a rank's world.
+        part: the part; a factory of communicators is called with a rank's world.
         name: its name.
-        count: counts a call.
+        count: callback that counts a call.
 
     Raises:
         NotProvided: the part has no attribute of that name.
@@ -159,15 +159,15 @@ class Lab:
         target: the implementation under test.
         dtype: the dtype of this run; None: the check has no dtypes.
         journal: records every call.
-        large: whether long inputs go beyond every block in which an implementation may work.
-        most_ranks: the largest world that the check's suite is said to use.
+        large: whether long inputs exceed every block size of an implementation.
+        most_ranks: the documented maximum of ranks in the check's suite.
 
     Attributes:
         draw: takes a Hypothesis strategy, and returns a value of the current input.
         comparisons: number of comparisons for the current input.
-        reason: why inputs were left out; empty if none was.
-        drawn: what violations print in addition to what was drawn for the last call.
-        messages: what ranks have sent in the last `on_ranks` with ``record``.
+        reason: reason for skipped inputs; empty if none was skipped.
+        drawn: values printed by violations, in addition to those drawn for the last call.
+        messages: messages of the ranks in the last `on_ranks` with ``record``.
     """
 
     def __init__(
@@ -330,8 +330,8 @@ class Lab:
         """Context for calls of the target: any exception is a violation.
 
         Args:
-            what: what is called, for messages until the next call.
-            drawn: what was drawn for it, which violations print.
+            what: the call in words, for messages until the next call.
+            drawn: values drawn for the call, printed by violations.
         """
         self._last = what, {**self.drawn, **drawn}
         try:
@@ -361,8 +361,8 @@ class Lab:
             nodes: number of ranks on each node.
             arguments: name -> the argument of each rank. Ranks get copies.
             options: arguments of all ranks.
-            record: whether to note what is sent, as ``messages``.
-            refusal: an error that a rank may raise; it is its result then.
+            record: whether to record the messages sent, as ``messages``.
+            refusal: an error that a rank may raise; it then is the rank's result.
 
         Raises:
             Violation: any other exception of any rank.
@@ -397,10 +397,10 @@ class Lab:
         """Run a program on every rank with the target's communicator; return the results by rank.
 
         Args:
-            what: what it calls, for messages.
+            what: the program's calls in words, for messages.
             nodes: number of ranks on each node.
             program: called with a communicator.
-            drawn: what it uses, which violations print.
+            drawn: values that the program uses, printed by violations.
 
         Raises:
             Violation: any exception of any rank.
@@ -485,11 +485,11 @@ class Lab:
         """Raise `Violation` unless the target's result equals the expected one.
 
         Args:
-            actual: what it returned.
+            actual: the target's result.
             expected: a tensor, lists of tensors, or any other value, which must be equal.
             tolerance: tolerance of tensors.
             magnitude: as of `tolerances.assert_equal`.
-            where: what was returned, for the message.
+            where: description of the result, for the message.
         """
         self.comparisons += 1
         if isinstance(expected, list | tuple) and tensors_in(expected):
@@ -580,7 +580,7 @@ def smallest(judge: Callable[[int, int], None], size: int) -> None:
     bisection finds, first of its end, then of its start.
 
     Args:
-        judge: judges the elements from the first to before the second number.
+        judge: checks the elements from the first to before the second number.
         size: the number of elements.
     """
     found: list[Violation] = []

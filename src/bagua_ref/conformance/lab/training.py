@@ -46,23 +46,23 @@ class Training:
     it; `run` trains and compares.
 
     Attributes:
-        lab: provides the target.
+        lab: the harness, which has the target.
         method: name of a method of `ReferenceAlgorithms`.
         nodes: number of ranks on each node.
         weights: the parameters.
         given: gradients by rank and step.
-        options: keyword arguments.
-        before: step, from 0, -> an action that precedes it.
-        starts: the weights of each rank before training; by default ``weights``.
+        options: options of the algorithm.
+        before: mapping from steps, from 0, to preceding actions.
+        starts: weights of each rank before training; by default ``weights``.
         looks: actions that follow each step.
-        exact: whether sums over ranks do not depend on their order; None: of two ranks at most they
-            do not.
-        record: whether to note what is sent, as ``lab.messages``.
+        exact: whether sums over ranks are independent of their order; None: if there are at most
+            two ranks.
+        record: whether to record the messages sent, as ``lab.messages``.
         n: number of ranks.
         steps: number of steps for which there are gradients.
         taken: number of steps so far.
-        index: (action, step) -> the place of what is returned for it.
-        results: what each rank has returned.
+        index: mapping from (action, step) to the index of its result.
+        results: results of each rank.
     """
 
     lab: Lab
@@ -182,11 +182,11 @@ class Training:
         """Add a step to every rank's program, with its expected results.
 
         Args:
-            expected: by rank and parameter, what is returned: a tensor, array or list of numbers,
+            expected: expected result by rank and parameter: a tensor, array or list of numbers,
                 None, or `ANYTHING`.
-            tolerance: tolerance of these; the magnitude of `SUM` is the largest number that is
+            tolerance: tolerance of the result; the magnitude of `SUM` is the largest number that is
                 expected of a parameter in the whole training.
-            how: the action.
+            how: name of the action.
         """
         if self.taken in self.before:
             kept = () if self.options.get("shows_gradients") else self._expected[-1][:2]
@@ -324,16 +324,17 @@ class TrainedAlgorithm:
         method: name of a method of `ReferenceAlgorithms`.
         options: its keyword arguments by name, or a function of ``draw`` and the weights that
             returns them.
-        follow: takes the steps of a training, each with what it must give.
-        judge: compares what depends on the results of a training.
+        follow: adds the steps of a training, with the expected result of each.
+        judge: compares results that depend on earlier results of the training.
         nodes: number of ranks on each node.
         weights: the weights, or a function of ``draw`` and a dtype that draws them.
-        shapes: shapes of the weights, instead.
+        shapes: shapes of the weights, in place of ``weights``.
         kinds: kinds of the gradients. Those of warm-up steps, and all without kinds, have sums and
             means that are exact in any order of operations.
-        change: gets the gradients and returns those to train with.
+        change: function from the drawn gradients to those used in training.
         steps: number of steps, or a function of the options.
-        before: for a number of steps: a step, from 0, -> an action that precedes it.
+        before: function from the number of steps to a mapping from steps, from 0, to preceding
+            actions.
     """
 
     method: str

@@ -34,11 +34,11 @@ class Result:
         id: ``suite.clause.name`` or ``suite.clause.name[dtype]``; stable. The clause's number if
             nothing covers it.
         suite: the suite; empty for a clause that none covers.
-        clause: number in the specification.
+        clause: clause of the specification.
         status: one of `STATUSES`.
         sentence: the property that the check tests.
         message: description of the failure, or the reason for skipping.
-        counterexample: what repeats the failure, such as a script.
+        counterexample: Python source that reproduces the failure, such as a script.
         examples: number of inputs up to the first failure.
         seconds: duration.
     """

@@ -81,7 +81,7 @@ class NamedTarget:
         """Return the target, loaded once; a program must start within the time limit.
 
         Raises:
-            ValueError: not one of the four is given, or an unknown backend.
+            ValueError: the combination of options is invalid, or a backend is unknown.
             ImportError, AttributeError: ``"pkg.mod:Class"`` is not there.
         """
         if self._loaded is None:
@@ -205,8 +205,8 @@ class CheckRun:
         how: settings of the search.
         time_limit: time limit of a single call in seconds.
         known: ids of known failures.
-        folder: where workers note their last calls; None: this process must not end, so that
-            checks run on a thread, which is left behind if a call hangs.
+        folder: folder in which workers record their last calls; None: this process must survive, so
+            checks run on a thread, which is abandoned if a call hangs.
         worker: the worker's name.
     """
 

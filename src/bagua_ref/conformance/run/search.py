@@ -31,10 +31,10 @@ class Outcome:
 
     Attributes:
         message: description of the violation; empty if no counterexample was found.
-        snippet: what repeats it.
+        snippet: Python source that reproduces the violation.
         examples: number of inputs up to the first failure, or of all inputs.
         seconds: duration.
-        skipped: why the target was not judged; empty if it was.
+        skipped: reason why the target was not judged; empty if it was.
     """
 
     message: str = ""
@@ -146,8 +146,8 @@ class _Attempts:
         judged.
 
         Args:
-            left_out: why inputs were left out.
-            unreached: what is said if no call has reached it.
+            left_out: reason for skipped inputs.
+            unreached: message if no call has reached the target.
         """
         if self.not_provided:
             others = f"; {len(self.outcomes)} other inputs passed" if self.outcomes else ""

@@ -41,10 +41,10 @@ class ProcessTarget:
 
     Args:
         command: the program and its arguments.
-        seconds: in which the program must start, and give each answer.
+        seconds: time limit of the program's start and of each answer.
 
     Raises:
-        ProgramError: the program cannot be started, or does not say what it has.
+        ProgramError: the program cannot be started, or does not declare its parts.
     """
 
     command: str

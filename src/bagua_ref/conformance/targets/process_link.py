@@ -39,13 +39,14 @@ class Program:
 
     Args:
         command: the program and its arguments, in the shell's syntax; no shell runs it.
-        seconds: in which it must give each answer.
-        folder: for its temporary files.
+        seconds: time limit of each answer.
+        folder: folder for the program's temporary files.
 
     Attributes:
-        sent: how many requests about parts of programs this process has sent to any of them.
-        world: the world whose rank the process is; requests of others are refused.
-        broken: whether an answer was missing or wrong, so that no other could be understood.
+        sent: number of requests about parts that this process has sent to programs.
+        world: number of the world in which the process is a rank; requests of other worlds are
+            rejected.
+        broken: whether an answer was missing or wrong, after which the connection is unusable.
 
     Raises:
         ProgramError: it cannot be started.
@@ -90,15 +91,15 @@ class Program:
         """Send a request; return the members and the tensors of the answer.
 
         Args:
-            call: what is asked.
-            tensors: are sent, by name.
-            wanted: the tensors that the answer must have, which it is copied into; None: any.
-            of_world: as a rank of which this is asked, if it is one.
+            call: name of the request.
+            tensors: tensors to send, by name.
+            wanted: output tensors that the answer must contain, by name; None: any.
+            of_world: number of the world if the request is to a rank, else 0.
             members: other members of the request.
 
         Raises:
-            ProgramError: it answered with an error, with something else than was asked for, or not
-                at all.
+            ProgramError: the program answered with an error, answered another question, or did not
+                answer.
         """
         with self._lock:
             if self.broken or of_world not in (0, self.world):

@@ -75,15 +75,15 @@ class ReferenceAlgorithms:
         Args:
             algorithm: its registered name.
             world: world of this rank.
-            weights: its parameters, in the order in which they were registered.
+            weights: the module's parameters, in order of registration.
             program: actions with their arguments.
             bucket_bytes: the size at which a bucket is closed (S2.1).
-            lr: of SGD.
-            momentum: of SGD.
+            lr: learning rate of SGD.
+            momentum: momentum of SGD.
             groups: for qadam, options of each parameter's group, instead of SGD's.
             shows_gradients: return the averaged gradients, and no weights.
-            options: those of the algorithm; graphs, fragments, and the outer optimizer in the form
-                that the suite's page describes.
+            options: options of the algorithm; graphs, fragments, and the outer optimizer in the
+                form that the suite's page describes.
         """
         if isinstance(mode := options.get("peer_selection_mode"), list):
             options["peer_selection_mode"] = in_turn(mode)
@@ -154,10 +154,10 @@ class _Training:
     the weights.
 
     Args:
-        algorithms: gives kernels, device and storage.
-        weights: at the beginning.
+        algorithms: the target's algorithms, with kernels, device and storage.
+        weights: initial weights.
         bucket_bytes: bucket size.
-        make: returns the optimizer and the algorithm for the parameters.
+        make: factory of the optimizer and the algorithm for the parameters.
     """
 
     def __init__(

@@ -38,13 +38,11 @@ class Target:
         dtypes: names of the dtypes that its capabilities allow; None: all.
         device: device of its kernels' tensors.
         max_ranks: the largest world that its capabilities allow; None: any.
-        external: whether it uses something outside of the process, which two processes must not use
-            at once.
-        requests: returns how many requests this process has sent to a program, for parts that may
-            refuse without asking it;
-            None: every call reaches the target.
-        cannot_be_asked: what a program cannot be asked for, as there is no such request.
-        tile_sizes: numbers of elements that it works on at once.
+        external: whether it uses an external resource, which two processes must not use at once.
+        requests: function that returns the number of requests sent to a program, for parts that may
+            reject arguments without a request; None: every call reaches the target.
+        cannot_be_asked: parts for which the protocol has no request.
+        tile_sizes: numbers of elements that the kernels process at once.
     """
 
     name: str

@@ -25,8 +25,8 @@ class RankWorld:
         rank: this rank.
         world_size: number of ranks.
         nodes: number of ranks on each node.
-        transport: a working communicator, through which the one under test may send.
-        store: a torch store that all ranks share; given instead of a transport if the factory has
+        transport: a working communicator, which the tested one may use.
+        store: a torch store shared by all ranks; in place of a transport if the factory has
             ``real_threads = True``.
     """
 

@@ -43,7 +43,7 @@ def export_vectors(directory: Path) -> int:
     all the manifest and its JSON schema.
 
     Args:
-        directory: is made; must be empty if it is there.
+        directory: folder to create; if it exists, it must be empty.
 
     Raises:
         VectorsError: it is not empty, or cannot be written.
@@ -106,7 +106,7 @@ class Verdict:
     """The verdict on one case.
 
     Attributes:
-        case: what was computed.
+        case: the case.
         status: ``"passed"``, ``"failed"`` or ``"missing"``.
         message: description of the failure; empty if it passed.
     """
@@ -163,7 +163,7 @@ def check_outputs(outputs: Path, *, only: Collection[Collection[str]] = ()) -> V
     Args:
         outputs: a folder with nothing but safetensors files, whatever their names; their tensors are
             named as expected ones are, ``ID:NAME``.
-        only: cases whose id contains one text of each of these groups.
+        only: groups of texts; a case is selected if its id contains one text of each group.
 
     Raises:
         VectorsError: ``outputs`` cannot be read, or nothing is selected.
@@ -187,10 +187,10 @@ def check_program(
     answers with an error count as missing.
 
     Args:
-        command: the program and its arguments, which answers requests; their ``call`` is a case's
-            suite and operation, and they have its parameters, its ``dtype`` and its inputs.
-        only: as of `check_outputs`.
-        seconds: in which it must give each answer.
+        command: the program and its arguments; a request's ``call`` is a case's suite and
+            operation, with the case's parameters, ``dtype`` and inputs.
+        only: see `check_outputs`.
+        seconds: time limit of each answer.
 
     Raises:
         VectorsError: the program ended or answered something else, or nothing is selected.

@@ -88,7 +88,7 @@ class ProcessState(RankState):
     microseconds.
 
     Args:
-        identity: the rank's; None: the state of the process outside of the simulation.
+        identity: identity of the rank; None: the process outside of the simulation.
     """
 
     values: dict[str, Any]

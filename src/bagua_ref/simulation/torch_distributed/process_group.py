@@ -38,9 +38,9 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     [defined].
 
     Args:
-        group: shared by its ranks.
-        rank: this rank's, in the group.
-        store: of the group.
+        group: state shared by the group's ranks.
+        rank: this rank in the group.
+        store: store of the group.
     """
 
     def __init__(self, group: SimulatedGroup, rank: int, store: Store) -> None:
@@ -325,13 +325,14 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Start a collective; wait for it if ``opts`` says so.
 
         Args:
-            operation: its name and the arguments on which all ranks must agree.
-            sends: read when the last rank arrives, or now if they share memory with an output.
-            outputs: written.
-            received: returns what each rank receives, in the order of its outputs, from what each
-                rank sends.
+            operation: the operation and the arguments on which all ranks must agree.
+            sends: input tensors, read when the last rank arrives, or immediately if they share
+                memory with an output.
+            outputs: output tensors.
+            received: function from the tensors sent by each rank to those received by each rank, in
+                the order of the outputs.
             opts: torch's options of the call.
-            described: the tensors whose shapes and dtypes must agree, too; None: ``sends``.
+            described: tensors whose shapes and dtypes must agree between ranks; None: ``sends``.
             result: the value of the work's future; None: ``outputs``.
         """
         self._check_devices(operation, [*sends, *outputs])

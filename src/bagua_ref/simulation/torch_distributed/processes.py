@@ -76,8 +76,8 @@ class Replacements(ExitStack):
     """Context in which attributes of modules and classes are replaced.
 
     Args:
-        is_simulated: whether the calling thread is a simulated rank's; others use what was there
-            before.
+        is_simulated: whether the calling thread belongs to a simulated rank; other threads use the
+            originals.
     """
 
     def __init__(self, is_simulated: Callable[[], bool]) -> None:
@@ -199,7 +199,7 @@ class RankLock:
 
     Args:
         reentrant: whether it is like `threading.RLock`.
-        is_users: whether the program has made it, so that only simulated threads use it.
+        is_users: whether the program made the lock, so that only simulated threads use it.
     """
 
     scheduler: Scheduler | None = None
@@ -567,8 +567,8 @@ def run_script(path: str, arguments: Sequence[str] = ()) -> None:
     modules.
 
     Args:
-        path: the script's.
-        arguments: of its command line.
+        path: path of the script.
+        arguments: command-line arguments.
     """
     source = Path(path).read_bytes()
     folder = str(Path(path).resolve().parent)

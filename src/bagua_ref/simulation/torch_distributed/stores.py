@@ -67,12 +67,13 @@ class SimulatedStore(Store):
     """A client of a simulated store.
 
     Args:
-        scheduler: of the ranks' threads.
-        store: shared by all clients of the address; it is asked only for what it has.
-        waiting: shared with it.
-        address: the store's.
+        scheduler: scheduler of the ranks' threads.
+        store: underlying store, shared by all clients of the address; it is only asked for keys
+            that it has.
+        waiting: tickets of waiting threads, shared like ``store``.
+        address: address of the store.
         timeout: the limit of waits, in virtual time.
-        prefix: of the client's keys.
+        prefix: prefix of the client's keys.
     """
 
     kind = "Store"

@@ -99,8 +99,8 @@ def replace(
     """Replace torch's groups and stores by simulated ones.
 
     Args:
-        replacements: undoes it.
-        scheduler: of the ranks.
+        replacements: context that undoes the replacement.
+        scheduler: scheduler of the ranks.
         connect: takes torch's description of a new group, and returns the process group.
         open_store: takes the name of a store's class and its arguments.
     """

@@ -32,9 +32,9 @@ class SimulatedWork(dist.Work):
     """The handle of a rank's operation, or of several coalesced ones.
 
     Args:
-        call: the rank's part in the operation.
+        call: the rank's call of the operation.
         result: the value of the future.
-        parts: the handles of the operations that are coalesced.
+        parts: the handles of coalesced operations.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class SimulatedFuture(torch.futures.Future[Any]):
     """A future that yields to other simulated ranks while it is waited for.
 
     Args:
-        source: the work or future on whose end it depends.
+        source: the work or future whose completion completes this one.
     """
 
     def __init__(self, source: SimulatedWork | SimulatedFuture) -> None:
