@@ -19,6 +19,7 @@ from bagua_ref.algorithms import (
     DecentralizedAlgorithm,
     DemoAlgorithm,
     DiLoCoAlgorithm,
+    GradientAllReduceAlgorithm,
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
     PowerSGDAlgorithm,
