@@ -415,3 +415,9 @@ def test_a_state_with_something_else_in_any_place_is_refused_and_changes_nothing
         with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
             run.algorithm.load_state_dict({**state, key: object()})
         assert_same(run.algorithm.state_dict(), before)
+
+
+def test_implementations_show_their_options() -> None:
+    implementation = GradientAllReduceAlgorithm(average=False).reify(None)  # type: ignore[arg-type]
+    options = "GradientAllReduceAlgorithm(hierarchical=False, average=False)"
+    assert repr(implementation) == f"<GradientAllReduceAlgorithmImpl of {options}>"

@@ -155,6 +155,9 @@ class AlgorithmImpl(NotCopied):
     def __init__(self, process_group: Group, options: Any = None) -> None:
         self.process_group, self.options = process_group, options
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.options!r}>"
+
     _context: weakref.ref[TrainingContext] | None = None
     """The training that this implementation takes part in; set when a module is wrapped."""
 
