@@ -1,9 +1,9 @@
 """Bagua reborn: PyTorch training with relaxed communication, and the reference that other
 implementations test against.
 
-Importing it puts the methods of `BaguaTensor` on ``torch.Tensor``, those of `BaguaModule` on
-``torch.nn.Module`` and ``bagua_patch`` and its companions on torch's ``ProcessGroup``; nothing else
-happens.
+Importing the package adds the methods of `BaguaTensor` to ``torch.Tensor``, those of `BaguaModule`
+to ``torch.nn.Module``, and ``bagua_patch`` and its companions to torch's ``ProcessGroup``; there
+are no other side effects.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 SPEC_VERSION = "1.1"
-"""Of the clauses that the checks cite; every report carries it."""
+"""Version of the clauses that the checks cite; every report contains it."""
 
 VECTORS_VERSION = "3"
-"""Of the cases of golden vectors, as in ``vectors/v3``."""
+"""Version of the cases of golden vectors, as in ``vectors/v3``."""
 
 SUITES = (
     "kernels",
@@ -16,7 +16,7 @@ SUITES = (
     "algorithms",
     "samplers",
 )
-"""Each is run against one part of a target."""
+"""The suites; each checks one part of a target."""
 
 CLAUSES = {
     "S1": "rounding of every operation",
@@ -101,8 +101,8 @@ CLAUSES = {
     "S16.4": "install() on HSDP",
     "S16.5": "what install() refuses",
 }
-"""Number -> what it is about, for each heading of the specification without others below it, and
-for others that have checks.
+"""Number -> topic, for each heading of the specification without subheadings, and for others that
+have checks.
 """
 
 NOT_COVERED = (
@@ -123,6 +123,6 @@ NOT_COVERED = (
     "S16.4",
     "S16.5",
 )
-"""The clauses without checks. A test compares them with the table of checks, which is not read to
-know them.
+"""The clauses without checks. A test compares them with the table of checks, which need not be
+imported to know them.
 """

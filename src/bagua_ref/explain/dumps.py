@@ -26,7 +26,7 @@ from bagua_ref.simulation.tasks import is_user_code, place
 __all__ = ["CALL", "LONG", "DumpError", "Operation", "RankDump", "Ranks", "Stack", "read_dumps"]
 
 LONG = 60.0
-"""Seconds after which a wait is too long; with a shorter timeout, half of that."""
+"""Seconds after which a wait is too long; with a shorter timeout, half of the timeout."""
 
 CALL = np.dtype(
     [
@@ -41,13 +41,13 @@ CALL = np.dtype(
 """A collective of one rank, as a row of an array: jobs have millions of them."""
 
 _FILE = re.compile(r"(?:.*[_.-])?rank_?(\d+)(?:-\d+)?(?:\.\w+)?")
-"""File names of a rank, such as torch_trace_rank_3, rank3.json and spy_rank_3.txt."""
+"""Pattern of a rank's file names, such as torch_trace_rank_3, rank3.json and spy_rank_3.txt."""
 
 _LIBRARY = re.compile(
     r"(site|dist)-packages/|/lib/python3"
     r"|^(torch|numpy|lightning|pytorch_lightning|transformers|accelerate|deepspeed|bagua_ref)/"
 )
-"""Libraries' files, also in paths of another machine and in py-spy's short names."""
+"""Pattern of libraries' files, also with paths of another machine and py-spy's short names."""
 
 _PUBLIC = {
     "_all_gather_base": "all_gather_into_tensor",
@@ -55,10 +55,12 @@ _PUBLIC = {
     "_reduce_scatter_base": "reduce_scatter_tensor",
     "all_reduce_barrier": "barrier",
 }
-"""What recorders call public functions."""
+"""Name in recorders -> name of the public function."""
 
 _PROCESSES_FROM = 64
-"""Reading fewer ranks takes less time than starting processes."""
+"""Number of ranks from which on files are read in processes; for fewer, starting processes takes
+longer.
+"""
 
 Ranks = tuple[int, ...]
 
@@ -297,7 +299,7 @@ def _read_recorder(dump: RankDump, content: Mapping[str, Any]) -> None:
         created, is_p2p = entry["time_created_ns"], entry["is_p2p"]
         is_pending = not entry["retired"] and entry["state"] != "completed"
         if incarnations.setdefault(group, entry["pg_id"]) != entry["pg_id"]:
-            # the process has made its groups anew
+            # the process has recreated its groups
             rows = {key: row for key, row in rows.items() if key[0] != group}
             incarnations[group] = entry["pg_id"]
         if not is_p2p:

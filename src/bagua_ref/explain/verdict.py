@@ -25,10 +25,10 @@ from bagua_ref.simulation.tasks import place
 __all__ = ["Explanation", "explain"]
 
 _COMPARED = 32
-"""Ranks whose lines are compared, half of them with the rarest sequences of calls."""
+"""Number of ranks whose lines are compared, half of them with the rarest sequences of calls."""
 
 _ROOTED = ("broadcast", "reduce of", "gather", "scatter")
-"""Collectives that end on some ranks before others have come."""
+"""Collectives in which some ranks may finish before others have started."""
 
 _GUESSES = {
     r"sleep": "sleeps",
@@ -36,7 +36,7 @@ _GUESSES = {
     r"save|checkpoint|serialization": "writes a checkpoint for longer than the timeout",
     r"synchronize|\.item\(|\.cpu\(": "waits for its GPU",
 }
-"""Functions and lines of a rank that does not communicate -> what it looks like."""
+"""Pattern of functions and lines of a rank that does not communicate -> likely activity."""
 
 
 @dataclass
@@ -134,7 +134,7 @@ def _find_waits(found: Explanation, members: Ranks, tracks: Mapping[int, NDArray
     late, waiting, is_stuck = set[int](), list[Any](), False
     for rank, track in tracks.items():
         dump = dumps[rank]
-        # calls to which others have not come tell most, and of these those that are pending
+        # calls that other ranks have not joined say most, above all pending ones
         telling = 2 * (track["number"] > low) + track["pending"]
         row, most = track[telling.argmax()], telling.max()
         if most == 0 or (most == 1 and dump.reason == "exit"):
@@ -147,7 +147,7 @@ def _find_waits(found: Explanation, members: Ranks, tracks: Mapping[int, NDArray
         for other in behind:
             if last[other] >= row["number"]:
                 break
-            # a rank that has ended does not come any more
+            # a rank that has ended will not join
             seen = dump.time if dumps[other].reason == "exit" else dumps[other].time
             if seen - created >= limit:
                 late.add(other)

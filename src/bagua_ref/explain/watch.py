@@ -36,7 +36,7 @@ from bagua_ref.errors import CommunicationError
 __all__ = ["HangWatch", "explain_hangs"]
 
 _MOST = 300.0
-"""Seconds after which a wait is dumped at the latest; many timeouts are half an hour."""
+"""Maximal seconds after which a wait is dumped; many timeouts are half an hour."""
 
 _SIZE = "FR" if hasattr(native, "_dump_fr_trace") else "NCCL_TRACE"
 _ENVIRONMENT = {f"TORCH_{_SIZE}_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
@@ -45,7 +45,7 @@ _COUNTER = "bagua_ref.explain_hangs"
 """The key in the job's store that counts dumps, so that all ranks dump when one does."""
 
 _COMMUNICATION = re.compile(r"gloo|NCCL|[Tt]imed out|[Cc]onnection (closed|reset)")
-"""Errors of communication, also those that are raised outside of torch.distributed's files."""
+"""Pattern of communication errors, including those raised outside of torch.distributed's files."""
 
 _Frames = Sequence[tuple[FrameType, int]]
 
@@ -59,7 +59,7 @@ class HangWatch:
 
     def __init__(self, folder: str | Path, after: float | None = None) -> None:
         self.folder, self._after = Path(folder), after
-        self._moved: dict[int, tuple[int, float]] = {}  # thread -> where it is, and since when
+        self._moved: dict[int, tuple[int, float]] = {}  # thread -> stack's hash, last change
         self._groups: dict[str, list[int]] = {}
         self._store: Any = None
         self._seen, self._moves = 0, 0
@@ -117,7 +117,8 @@ class HangWatch:
             if (other := signal.set_wakeup_fd(self._wakeup)) != self._send:
                 signal.set_wakeup_fd(other)
         if self._crash is not None:
-            # It stays open: the program may use faulthandler itself by now, which does not tell.
+            # It stays open: the program may have enabled faulthandler meanwhile, which cannot be
+            # detected.
             Path(self._crash.name).unlink(missing_ok=True)
         os.close(self._receive)
         os.close(self._send)

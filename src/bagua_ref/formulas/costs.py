@@ -41,19 +41,21 @@ Message: TypeAlias = "tuple[int, int, int]"
 """(source rank, destination rank, bytes)."""
 
 Round: TypeAlias = "list[Message]"
-"""Messages that are sent at once."""
+"""Messages sent at the same time."""
 
 Operation: TypeAlias = "list[Round]"
-"""Rounds, each of which begins when the one before has ended (S14.1). One rank alone has none."""
+"""Consecutive rounds: each begins when its predecessor has ended (S14.1). A single rank has
+none.
+"""
 
 Wire: TypeAlias = "tuple[str, int, int]"
-"""What messages share: ("inside", source, destination), ("out", node, -1) or ("in", node, -1)
+"""A link shared by messages: ("inside", source, destination), ("out", node, -1) or ("in", node, -1)
 (S14.5).
 """
 
 FORWARD = 1 / 3
-"""Forward's part of a pass [defined]: backward computes two gradients for each product of
-forward.
+"""Fraction of a pass spent in forward [defined]: backward computes two gradients for each product
+of forward.
 """
 
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -258,9 +260,8 @@ def _split(text: str) -> tuple[float, str]:
 def loads_of(messages: Sequence[Message], node_of: Sequence[int]) -> dict[Wire, int]:
     """Return the bytes of a round on each link (S14.5).
 
-    Inside a node each pair has a link of its own in each direction. Between nodes each node has one
-    out and one in, which its
-    ranks share: bytes are summed over them.
+    Inside a node, each pair of ranks has a link of its own in each direction. Between nodes, each
+    node has one outgoing and one incoming link, which its ranks share: their bytes are summed.
 
     >>> loads_of([(0, 2, 5), (1, 3, 7)], node_of=[0, 0, 1, 1])
     {('out', 0, -1): 12, ('in', 1, -1): 12}

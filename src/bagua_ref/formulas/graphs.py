@@ -36,10 +36,10 @@ GraphFunction: TypeAlias = "Callable[[int, int], Sequence[Sequence[tuple[int, fl
 """``(t, n) -> graph`` of n ranks at step t, which counts from 0."""
 
 PeerSelection: TypeAlias = "str | GraphFunction"
-"""The name of a mode, or a function."""
+"""The name of a mode, or a graph function."""
 
 _NEAR_ONE = 1e-6
-"""How far the sum of a row or column may be from 1 (S13.4)."""
+"""Maximal deviation of the sum of a row or column from 1 (S13.4)."""
 
 
 def complete(t: int, n: int) -> Graph:
@@ -194,7 +194,7 @@ MODES = {
     "ring": Mode(ring),
     "exponential": Mode(exponential),
 }
-"""The values of ``peer_selection_mode`` that have names."""
+"""The named values of ``peer_selection_mode``."""
 
 
 def in_turn(graphs: Sequence[Graph]) -> GraphFunction:

@@ -13,7 +13,7 @@ from torch import Tensor
 __all__ = ["THRESHOLD", "matrix_shape", "orthonormalize", "random_columns", "starting_columns"]
 
 THRESHOLD = 1e-6
-"""A column becomes 0 if projections leave no more than this part of its norm."""
+"""Fraction of a column's norm; a column becomes 0 if projections leave no more than it."""
 
 
 def matrix_shape(

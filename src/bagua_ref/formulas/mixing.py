@@ -17,7 +17,9 @@ __all__ = ["Mixing", "matrix", "mixing"]
 Matrix: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _DOUBLINGS = 40
-"""Graphs that have not reached the tolerance after 2^40 periods never do, up to rounding."""
+"""Maximal number of doublings: graphs that have not reached the tolerance after 2^40 periods never
+do, up to rounding.
+"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _first_round(
             return None, _norm(powers[-1])
         powers.append(powers[-1] @ powers[-1])
     product, periods = np.eye(len(period)) - 1 / len(period), 0
-    for place in range(len(powers) - 2, -1, -1):  # the most periods that are not enough
+    for place in range(len(powers) - 2, -1, -1):  # the most periods that do not suffice
         more = powers[place] @ product
         if _norm(more) > tolerance:
             product, periods = more, periods + 2**place

@@ -63,8 +63,8 @@ class BaguaProcessGroup:
     """A group of ranks with communicators among all of them, within each node, and among the node
     leaders (S1).
 
-    Making a group costs nothing. Its ranks connect when they first ask for a communicator, which
-    all of them must do in the same order. A group is used by one thread at a time.
+    Making a group is free. Its ranks connect when they first ask for a communicator, which all of
+    them must do in the same order. A group is used by one thread at a time.
 
     Args:
         ranks: distinct global ranks; an empty list makes a group whose communicators are
@@ -181,7 +181,7 @@ class BaguaProcessGroup:
         """Return the stream of ``device`` for background operations of this group; None: the
         caller's stream.
 
-        Simulated ranks hand tensors to each other without events, so they stay on one stream.
+        Simulated ranks pass tensors to each other without events, so they stay on one stream.
         """
         if self.stream is not None or not self._job.transport.has_streams:
             return self.stream

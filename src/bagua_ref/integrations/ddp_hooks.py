@@ -113,11 +113,11 @@ class DDPHookState(TrainingContext):
         self.bagua_module_name = f"DDP with {name}"
         self.bagua_optimizers, self.bagua_train_step_counter, self.shards = [], 0, {}
         self.steps_of_optimizers = [0]
-        """Finished reductions, which algorithms count as steps."""
+        """Number of finished reductions, which algorithms count as steps."""
         self.world = current_world()
         self.bagua_algorithm = algorithm.reify(group)
         self.bagua_algorithm._context = weakref.ref(self)
-        self.engine = cast("Engine", self)  # of which algorithms use `wait_pending_comm_ops` only
+        self.engine = cast("Engine", self)  # algorithms use only its `wait_pending_comm_ops`
         self._count_round = self.bagua_algorithm.init_post_backward_hook(self)
         self._engine = Engine(self.world, self.bagua_module_name, group.timeout, name)
         self.meter = self._engine.meter
@@ -171,7 +171,7 @@ class DDPHookState(TrainingContext):
         self.rounds.check_usable()
         with use_world(self.world), torch.no_grad():
             if bucket.index() == 0:
-                # for nothing: DDP has waited for the last round
+                # returns at once: DDP has waited for the last round
                 self._engine.wait_pending_comm_ops()
                 self._engine.begin_round()
             try:

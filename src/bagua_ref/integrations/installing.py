@@ -48,7 +48,7 @@ __all__ = ["Installation", "install"]
 _NAMES = ("gradient_allreduce", "bytegrad")
 """Algorithms for FSDP2 and HSDP."""
 _VERSION = 1
-"""Of saved states."""
+"""Version of saved states."""
 _REMEDY = "Start again from a checkpoint"
 _OTHER = "{!r} has a communication hook of its own, which install() would replace; leave it out"
 _AGAIN = "install() was called for this model before; call remove() of what it returned first"
@@ -185,7 +185,7 @@ class Installation:
     ) -> None:
         self.algorithm, self.removed = algorithm, False
         self._meter, self._groups, self._units = meter, groups, units
-        meter.bytes_before = self._bytes()  # of the comparison of settings
+        meter.bytes_before = self._bytes()  # bytes of the comparison of settings do not count
 
     def __repr__(self) -> str:
         text = f"Installation({self.algorithm!r}{', removed' if self.removed else ''})"

@@ -14,7 +14,7 @@ from bagua_ref.errors import CommunicationError
 __all__ = ["FOLDER", "dump", "explain", "record"]
 
 FOLDER = "BAGUA_REF_FLIGHT_RECORDER_DIR"
-"""The environment variable that names the folder of the files; unset or empty: none are written."""
+"""The environment variable with the folder of the files; unset or empty: no files are written."""
 
 _RECORDED = ("kind", "bucket", "bytes", "module", "round", "started", "ended")
 

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from bagua_ref.base.runtime import World, current_world
 
 PER_STEP = ("bytes_sent", "exposed_wait_seconds", "codec_seconds", "seconds")
-"""The totals of which there is a mean over steps, too, with ``_per_step`` after the name."""
+"""Counters also reported as means over steps, with the suffix ``_per_step``."""
 
 
 class Operation:
@@ -142,8 +142,8 @@ class Meter:
 
 
 _meter: ContextVar[Meter] = ContextVar("bagua_ref_meter", default=Meter(current_world(), ""))  # noqa: B039
-"""The meter of the training that this thread works for. Without a training, times go to a meter
-that nobody reads.
+"""The meter of the thread's training; the default one, for times outside of a training, is never
+read.
 """
 
 

@@ -29,12 +29,12 @@ __all__ = [
 _SLOW = 2e8
 """Bits per second up to which links are slow."""
 _MEASURED_ERRORS = {True: (0.70, 1.76), False: (0.54, 1.81)}
-"""Whether links are slow -> the smallest and largest measured time divided by the predicted one: 240
+"""Whether links are slow -> the smallest and largest ratio of measured to predicted time, in 240
 trainings of predicted_times.json.
 """
 _VALUES = (ast.Constant, ast.Name, ast.UnaryOp)
 _SAME = 0.02
-"""Gain, as a part of a step, below which two algorithms count as equally fast."""
+"""Gain, as a fraction of a step, below which two algorithms count as equally fast."""
 
 
 @dataclass
@@ -258,7 +258,7 @@ def learnt(algorithm: Any) -> list[str]:
     """Return this project's benchmark findings on learning with these options, in sentences with
     their source.
 
-    They hold for those tasks; nothing is concluded from them for another one.
+    The findings hold for those tasks; they permit no conclusions about others.
     """
     rows = json.loads(files("bagua_ref.planning").joinpath("learnt.json").read_text("utf-8"))
     kind = type(algorithm).__name__

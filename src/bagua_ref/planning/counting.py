@@ -1,9 +1,9 @@
 """Communication counting: one rank out of any number runs the real algorithm, and its communicators
 record calls instead of sending (S14.1).
 
-No other rank exists; each is taken to do what this one does. Nothing runs concurrently: a worker
-runs its jobs where they are submitted, and a thread that waits for time to pass ends there. Nothing
-is computed with large tensors of floats: they are zeros that take no memory.
+There are no other ranks; each is assumed to do what this one does. Nothing runs concurrently: a
+worker runs its jobs where they are submitted, and a thread that waits for time to pass ends there.
+Large float tensors are never computed: they are zeros that take no memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from bagua_ref.types import ReduceOp
 __all__ = ["count"]
 
 _SMALL = 1024
-"""Elements up to which tensors have memory, as flags and checksums must have values."""
+"""Maximal number of elements of tensors with memory, as flags and checksums must have values."""
 
 
 class _Parked(BaseException):
@@ -80,7 +80,7 @@ class _World(World):
     def close(self) -> None:
         """Do nothing."""
 
-    # What is recorded.
+    # The records.
 
     @property
     def op(self) -> Any:
@@ -337,7 +337,7 @@ class _Lazy(TorchDispatchMode):
         result = _results[key]
         if result is None:
             return func(*args, **kwargs)
-        if isinstance(result, Tensor):  # which is faster than the next line
+        if isinstance(result, Tensor):  # faster than the general case below
             return self._zeros(result)
         return tree_map_only(Tensor, self._zeros, result)
 

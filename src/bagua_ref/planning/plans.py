@@ -23,13 +23,13 @@ from bagua_ref.planning.exchanges import KINDS, Call, Cluster, Exchange, scaled
 __all__ = ["StepPlan", "check_trainable", "module_of", "plan_of"]
 
 _MAX_STEPS = 10_000
-"""The longest cycle of a plan, whose steps are all counted."""
+"""Maximal length of a plan's cycle, whose steps are all counted."""
 
 _MAX_GRAPHS = 16
-"""Graphs of a user's function among which its cycle is searched for."""
+"""Number of graphs of a user's function in which its cycle is searched for."""
 
 _SIDE = 1024
-"""Rows and columns of the matrices of `module_of`."""
+"""Number of rows and columns of the matrices of `module_of`."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class StepPlan:
         """Return each rank's traffic in a step by kind of link, counted as by communicators
         (S14.1).
 
-        Agreements on a round, which communicators do not count either, are left out.
+        Agreements on a round are not counted, as communicators do not count them either.
         """
         rounds = [messages for exchange in self.exchanges(step) for messages in exchange.operation]
         return costs.traffic(rounds, self.cluster.node_of)
@@ -105,9 +105,10 @@ def plan_of(
 
     The real algorithm runs its first step, if it has a warm-up, and its steps until operations
     repeat: ``algorithm.period`` or ``communication_interval``, if there are such options, times the
-    number of graphs of a ``peer_selection_mode``. Of a graph function that does not repeat itself
-    within 16 averages, the first graph counts. One rank runs them. For an algorithm of yours the
-    last one does, too, and must call the same: the others are taken to be like them.
+    number of graphs of a ``peer_selection_mode``. For a graph function that does not repeat itself
+    within 16 averages, only the first graph counts. One rank runs the steps. For a custom algorithm
+    the last rank runs them, too, and must make the same calls: the others are assumed to do the
+    same.
 
     Args:
         algorithm: with its options, one of this package or your own.
@@ -195,7 +196,7 @@ def check_trainable(module: torch.nn.Module) -> int:
             " not lazy"
         )
     parameters = [parameter for _, parameter in TrainedParameters(module).named]
-    split_into_buckets(parameters, 1)  # raises for those that cannot be trained
+    split_into_buckets(parameters, 1)  # raises for parameters that cannot be trained
     if not any(parameter.numel() for parameter in parameters):
         raise ValueError(f"module={type(module).__name__} has no parameters that need a gradient")
     return sum(parameter.nbytes for parameter in parameters)

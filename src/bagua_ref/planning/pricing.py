@@ -97,9 +97,9 @@ def own_seconds(exchange: Exchange, machine: Machine) -> float:
 def step_seconds(exchanges: Sequence[Exchange], machine: Machine) -> Prediction:
     """Return the times of a step with these operations (S14.4).
 
-    What begins in backward overlaps with it bucket by bucket; what begins with the forward pass
-    overlaps with all of it; what follows the optimizer step is exposed, except for the time of the
-    steps by which it may be delayed.
+    Operations that begin in backward overlap with it bucket by bucket; those that begin with the
+    forward pass overlap with all of it; those after the optimizer step are exposed, except for the
+    time of the steps by which they may be delayed.
 
     With a shared processor, compute takes longer by the seconds of codecs and operations that run
     beside it: in backward those of all buckets but the last one, which is ready when backward has
@@ -158,9 +158,9 @@ def fit_link(
     """Fit alpha and beta of ``rounds * alpha + nbytes * beta`` to ``seconds``; return them and the
     relative error of each fitted time (S14.2).
 
-    The sum of the relative errors is minimal, so that short times count as much as long ones, and
-    one size that a network treats otherwise, such as what it sends at once after a pause, does not
-    move the rest. Neither cost is below 0.
+    The fit minimizes the sum of the relative errors, so that short times count as much as long
+    ones, and a single outlier does not affect the rest, such as a size that a network sends at once
+    after a pause. Neither cost is below 0.
 
     Args:
         rounds: number of rounds of each operation.

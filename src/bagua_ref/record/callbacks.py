@@ -31,7 +31,7 @@ def lightning_callback(folder: str | Path, **options: Any) -> Any:
         "on_train_start": lambda self, trainer, module: session.enter(
             module,
             trainer.optimizers,
-            trainer.global_step // max(1, len(trainer.optimizers)),  # which counts those of each
+            trainer.global_step // max(1, len(trainer.optimizers)),  # counts each optimizer's steps
         ),
         "on_train_batch_start": lambda self, trainer, module, batch, index: (
             session.recording and session.recording.batch(batch)

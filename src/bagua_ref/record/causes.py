@@ -70,10 +70,12 @@ _COMPUTED = {
     "local": "backward",
     "buffer_after": "buffer",
 }
-"""Causes of values that the forward and backward passes compute, if no other is known."""
+"""Causes of differences in values of the forward and backward passes, if no other cause is
+known.
+"""
 
 _ORDER = 64
-"""Differences of norms of up to this many eps may come from the order of adding."""
+"""Maximal difference of norms, in eps, that the order of summation can explain."""
 
 
 def explain(pair: Pair, step: int, kind: str, found: Sequence[Mismatch]) -> tuple[str, str]:
@@ -227,7 +229,7 @@ def _order_of_data(pair: Pair, step: int, rank: int) -> tuple[str, str] | None:
         {(s, r): _data(pair, run, r, s) for s in pair.steps for r in pair.ranks} for run in range(2)
     )
     if a[step, rank] == b[step, rank]:
-        return None  # what the model takes was changed later
+        return None  # the model's input was changed after the batch
     here, before, after, later = ((step + shift, rank) for shift in (0, -1, 1, 2))
     for name, one, other in (("B", b, a), ("A", a, b)):
         following = {one.get(after), other.get(later)} - {None}

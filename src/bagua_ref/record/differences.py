@@ -125,8 +125,7 @@ class DifferenceReport:
 def diff_records(a: str | Path, b: str | Path) -> DifferenceReport:
     """Compare two recordings of `bagua_ref.record`.
 
-    Random states alone are no difference: many runs leave a generator unseeded that they do not
-    use.
+    Random states alone do not count as a difference: many runs leave unused generators unseeded.
 
     Args:
         a: folder of one run, with the folders of all its ranks.

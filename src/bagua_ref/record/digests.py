@@ -11,8 +11,8 @@ def digest(x: Tensor) -> int:
     """Return 64 bits of a tensor's elements in order, its dtype and its shape; equal on every
     little-endian machine and device.
 
-    They are XXH3 of dtype and shape as a text, and of the elements, row-major. It finds accidents,
-    not forgeries.
+    The digest is XXH3 of dtype and shape as a text, and of the elements, row-major. It detects
+    accidents, not forgeries.
 
     Args:
         x: dense, of any strides, dtype and device; unchanged. Strides do not count.

@@ -23,10 +23,9 @@ KINDS = (
     "weight",
     "buffer_after",
 )
-"""Kinds of values, each of which depends on those before it in its step.
-
-Random states ("rng", "drawn") and settings of modules are not among them: that they differ is no
-difference by itself, but may be the cause of one.
+"""Kinds of values; each depends on the preceding ones in its step. Random states ("rng", "drawn")
+and settings of modules are excluded: their differences do not count by themselves, but may be
+causes.
 """
 
 

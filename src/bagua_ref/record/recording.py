@@ -30,7 +30,7 @@ from bagua_ref.record.files import FORMAT, INDEX, MANIFEST
 
 _SAMPLE = 1024  # elements that tell whether values have been rounded to 16 bits
 _ROUNDED = ("input", "output", "local", "grad")
-"""Record kinds that also tell whether all values fit 16 bits."""
+"""Record kinds for which it is also recorded whether all values fit 16 bits."""
 
 
 class Recording:
@@ -129,7 +129,7 @@ class Recording:
         if kind is not None and self._entries:
             self._write(partial=True)
         self._manifest["complete"] = kind is None and self.stopped is None
-        with contextlib.suppress(OSError), self._index:  # closing may write what is buffered
+        with contextlib.suppress(OSError), self._index:  # closing may write buffered lines
             self._write_manifest()
         self._index = None
 
@@ -148,7 +148,7 @@ class Recording:
         self._add("loss:", loss)
         return loss
 
-    # What is recorded when.
+    # Times of recording.
 
     def _add_hooks(self) -> None:
         hooks = [
@@ -193,7 +193,7 @@ class Recording:
         if closure is None:
             return self._add_gradients(optimizer)
 
-        def recorded() -> Any:  # gradients are there only when it has run
+        def recorded() -> Any:  # gradients exist only after the closure has run
             loss = closure()
             self._add_gradients(optimizer)
             return loss
@@ -240,7 +240,7 @@ class Recording:
         for name, buffer in self._inner.named_buffers():
             self._add(f"{kind}:{name}", buffer)
 
-    # How it is recorded.
+    # Contents of entries.
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.setdefault(parameter, f"other{len(self._names)}")
@@ -318,7 +318,7 @@ class Recording:
             "rank": rank,
             "world_size": world_size,
             "command": sys.orig_argv,
-            # What changes the order of adding, or the precision.
+            # Settings that change the order of summation, or the precision.
             "settings": {
                 "bagua_ref": import_module("bagua_ref").__version__,
                 "torch": torch.__version__,
@@ -347,7 +347,7 @@ class Recording:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._write_manifest()
         index = self._folder / INDEX
-        if index.exists():  # without a last line that a crash has cut off
+        if index.exists():  # remove a last line truncated by a crash
             os.truncate(index, index.read_bytes().rfind(b"\n") + 1)
         self._index = index.open("a", encoding="utf-8")
 
@@ -386,7 +386,7 @@ class Recording:
 
 
 record = Recording
-"""The name by which runs are recorded: ``with bagua_ref.record(model, optimizer, folder):``."""
+"""The public name of `Recording`: ``with bagua_ref.record(model, optimizer, folder):``."""
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -417,7 +417,7 @@ def _settings_of(model: torch.nn.Module) -> str:
     """Return JSON of each module's class and numeric public attributes, such as dropout's p; for
     torch's modules also texts and tuples.
 
-    That settings differ is no difference by itself, as it need not have an effect.
+    A difference of settings does not count by itself, as it may have no effect.
     """
     found: dict[str, dict[str, str]] = {
         "torch.autocast": {
@@ -444,7 +444,7 @@ def _settings_of(model: torch.nn.Module) -> str:
 
 def _norm(x: Tensor) -> float:
     """Return the L2 norm, for a single element its value; NaN or inf only if an element is."""
-    if x.element_size() == 1:  # float8, of which torch cannot
+    if x.element_size() == 1:  # float8: torch has no norm of it
         x = x.float()
     return float(x if x.numel() == 1 else torch.linalg.vector_norm(x, dtype=torch.float64))
 
@@ -458,7 +458,7 @@ def _narrow(x: Tensor) -> str | None:
     return next(
         (
             _name_of(dtype)
-            for dtype in (torch.bfloat16, torch.float16)  # of which values fit the latter, too
+            for dtype in (torch.bfloat16, torch.float16)  # some values fit both
             if bool((x.to(dtype).to(x.dtype) == x).all())
         ),
         None,

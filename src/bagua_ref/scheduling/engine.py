@@ -21,7 +21,7 @@ from bagua_ref.observe.meter import Meter
 from bagua_ref.scheduling.worker import BucketRun, Errors, RoundCall, Worker
 
 UNSAID = -(2**63)
-"""Value of a fact on a rank that abstains; it differs from no other value."""
+"""Value of a fact on a rank that abstains; it counts as equal to every value."""
 
 
 class Round:
@@ -101,7 +101,7 @@ def describe_differences(
         for rank, theirs in zip(ranks, values, strict=True):
             if theirs[place] != UNSAID:
                 ranks_of.setdefault(theirs[place], []).append(rank)
-        if len(ranks_of) > 1:  # those who differ from most come first
+        if len(ranks_of) > 1:  # minorities come first
             rarest = sorted(ranks_of.items(), key=lambda item: len(item[1]))
             sentences.append(", ".join(fact.about(some, value) for value, some in rarest))
     return "; ".join(sentences)
@@ -116,8 +116,8 @@ class Readiness(Generic[Item]):
     (S2.4).
 
     A round begins with the first mark and ends when every bucket has been scheduled. While ``hold``
-    is True a complete round does
-    not end: any mark is then an error, as the item's bucket has already run.
+    is True a complete round does not end: any mark is then an error, as the item's bucket has
+    already run.
 
     Args:
         buckets: the items of each bucket; items are unique.
@@ -141,7 +141,7 @@ class Readiness(Generic[Item]):
         """Index of the bucket of each unmarked item. A mark is then a single dict lookup."""
         self._missing = [len(items) for items in self._items]
         self._next = 0
-        """Buckets before this one have been scheduled in this round."""
+        """Index of the first bucket not scheduled in this round."""
 
     @property
     def complete(self) -> bool:
@@ -212,7 +212,7 @@ class Engine:
         self.half_done = False
         self._errors = Errors()
         self._round: Round | None = None
-        """The round that has begun and not ended."""
+        """The round in progress, if any."""
         self._worker = Worker(world, f"bagua_ref worker {name}", timeout, self.meter)
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[Registration] = Readiness([])
@@ -390,7 +390,7 @@ class Engine:
         """Return the result of ``function()``, run on the worker after all scheduled operations;
         blocks until then.
 
-        If it raises an error, no bucket runs any more.
+        If it raises an error, no further bucket runs.
         """
         self._end_round()
         results: list[T] = []

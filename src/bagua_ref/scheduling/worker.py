@@ -77,7 +77,7 @@ class BucketRun:
             try:
                 self.run()
             except Exception as error:
-                # a cause that says the same would double the traceback
+                # an identical cause would double the traceback
                 if isinstance(error, CommunicationError):
                     self.error = type(error)(f"{self.describe()}: {error}")
                 else:
@@ -160,11 +160,11 @@ class Worker:
         self._idle = world.event()
         self._jobs_so_far = _Count()
         self._interrupted = ""
-        """Why waiting is no use."""
+        """Reason why waiting is pointless; empty if there is none."""
         self._jobs: list[Job] = []
         self._thread: Thread | None = None
         self.close = weakref.finalize(self, self._queue.put, None, False)
-        """End the thread when all submitted jobs have finished; also called when the worker is
+        """Ends the thread after all submitted jobs; also called when the worker is
         garbage-collected.
         """
         self.close.atexit = False
@@ -191,11 +191,11 @@ class Worker:
                 del run  # a job holds its bucket
                 jobs.last_end = now()
                 jobs.finished += 1
-                # else the waiting thread would wake only to wait on
+                # else the waiting thread would wake up for nothing
                 if jobs.finished == jobs.submitted:
                     idle.set()
 
-        with use_meter(self._meter):  # which the thread keeps
+        with use_meter(self._meter):  # the thread inherits it
             return self._world.spawn(loop, self._name)
 
     def wait(self) -> list[Job]:
@@ -246,8 +246,8 @@ class _Count:
     """Counts of submitted and finished jobs."""
 
     submitted = 0
-    """Only the submitting thread writes it."""
+    """Number of submitted jobs; only the submitting thread writes it."""
     finished = 0
-    """Only the worker's thread writes this one and the next."""
+    """Number of finished jobs; only the worker's thread writes this one and the next."""
     last_end = -math.inf
-    """The time at which the last one finished."""
+    """The time at which the last job finished."""

@@ -123,11 +123,11 @@ class SimulatedWorld:
         self.compute = compute
         self.timeline: Any = None
         self.failed_call: RankCall | None = None
-        """Where the exception that ended the last `run` was raised."""
+        """The call that raised the exception which ended the last `run`."""
         self.virtual_time = 0.0
         self._messages: list[tuple[str, list[Tensor]]] | None = None
         self.observe: Callable[[Call], None] | None = None
-        """Called by each rank with each of its communications, before it takes place."""
+        """Callback of each rank with each of its communications, before it takes place."""
 
     def __repr__(self) -> str:
         order = f"seed={self.seed}" if self.schedule is None else f"schedule={self.schedule!r}"

@@ -65,7 +65,7 @@ def shifted(log: Sequence[Sequence[RankCall]]) -> tuple[str, RankCall] | None:
     """Return the collective of a group from which on the ranks' lines differ up to their last
     common one: one rank made a call too many, or one too few.
 
-    Lines that differ once and agree later are two branches that are meant to meet.
+    Lines that differ once and agree later are two branches that are intended to meet.
     """
     groups: dict[str, list[list[RankCall]]] = defaultdict(list)
     for row in joined_calls(log):

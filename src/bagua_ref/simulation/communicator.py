@@ -24,7 +24,7 @@ from bagua_ref.types import ReduceOp
 class SimulatedCommunicator(Communicator):
     """A communicator between threads of one process (S3.9).
 
-    Each rank deposits its tensors, and the last one to arrive computes for all. Reductions run in
+    Each rank submits its tensors, and the last one to arrive computes for all. Reductions run in
     rank order. If ranks call different collectives, or pass arguments that do not match, all of
     them get the same error, and the communicator stays usable. Messages are buffered: `send` never
     waits.

@@ -21,10 +21,10 @@ from bagua_ref.simulation.schedules import Fault, Schedule
 from bagua_ref.simulation.tasks import place
 
 NO_VERDICT = frozenset({"unsupported", "not_repeatable", "nothing", "unyielding"})
-"""Kinds of findings that say nothing about the program's errors."""
+"""Kinds of findings that are no verdict on the program."""
 
 _SENTENCES = 8
-"""Ranks that do something else, before "n more"."""
+"""Maximal number of ranks with different activities that are listed, before "n more"."""
 
 _DEPEND = "results depend on the schedule"
 

@@ -96,7 +96,7 @@ class Call:
     def wait(self, timeout: float | None = None, passes: bool = False) -> None:
         """Wait until the call is finished; raise its error, or abort the group after the timeout.
 
-        What other ranks have completed counts even if the group is aborted before this rank runs
+        A call completed by other ranks counts even if the group is aborted before this rank runs
         again.
 
         Args:
@@ -147,7 +147,9 @@ class Call:
 
 
 Function = Callable[[list[Any], list[Any]], object]
-"""A collective: takes what each rank sends, and each rank's receiver, in rank order."""
+"""Function of a collective: takes the data that each rank sends, and each rank's receiver, in rank
+order.
+"""
 
 
 @dataclass(eq=False, repr=False)

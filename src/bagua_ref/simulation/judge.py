@@ -40,10 +40,10 @@ from bagua_ref.simulation.schedules import Fault, Schedule, Schedules, SeededSch
 from bagua_ref.simulation.timing import Timeline
 
 _SHRINKING = 100
-"""The most runs to look for a simpler schedule."""
+"""Maximal number of runs in the search for a simpler schedule."""
 
 _EXTRA = 5.0
-"""Seconds for that at least, even if the limit has come."""
+"""Minimal seconds of that search, even beyond the time limit."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ _NEEDS_CUDA = re.compile(
     r"_cuda_\w+|not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|CUDA (driver|is not available)"
     r"|torch_cpu.*cuda|required?s? CUDA|without CUDA|accelerator device when none|_for_cpu\b"
 )
-"""How torch says that there is no GPU."""
+"""Pattern of torch's errors about a missing GPU."""
 
 _SOURCE = re.compile(r"(?:broadcast|scatter)\(src=(\d+)")
 
@@ -241,7 +241,9 @@ class _RunWatch:
         self._hints: dict[str, None] = {}
         self._calls: list[Call] = []
         self._writes: dict[str, list[tuple[int, Counter[str], str]]] = defaultdict(list)
-        """Of each file: the rank that opens it, its calls before by group, and its line."""
+        """For each file: the ranks that opened it, the counts of their previous calls by group, and
+        their lines.
+        """
         self._parents = weakref.WeakKeyDictionary[torch.nn.Module, Any]()
         """The parent of each module, as a weak reference, and the module's name in it."""
         self.ranks = [_RankWatch(rank) for rank in range(n)]
@@ -454,7 +456,7 @@ class _RankWatch:
         self.backwards: dict[int, tuple[str, int]] = {}
         """The line of each backward pass since the last step that communicated."""
         self.largest = 0
-        """The most elements of a communication since the last step."""
+        """The maximal number of elements in one communication since the last step."""
         self.backwards_by_step: list[dict[int, tuple[str, int]]] = []
         self._before: dict[str, str] = {}
         self._names: dict[int, tuple[str, Tensor]] = {}

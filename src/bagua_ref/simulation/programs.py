@@ -121,7 +121,7 @@ class RankOutput(io.TextIOBase):
         self._stream = stream
         self._open = [""] * ranks
         self.written = [""] * ranks
-        """All that each rank has written."""
+        """Output of each rank."""
 
     def write(self, text: str) -> int:
         """Write complete lines, and buffer the rest."""

@@ -33,17 +33,17 @@ class SimulatedRankWorld(World):
         self._scheduler, self._identity, self.board = scheduler, identity, board
         self.transport = transport
         self.process_state = process_state
-        """This rank's part of the process's state, if it has one of its own."""
+        """This rank's part of the process's state, or None."""
         self.main_thread: Any = None
-        """What `threading.main_thread` returns to the rank's program."""
+        """The rank's value of `threading.main_thread`."""
         self.started_threads: list[Any] = []
-        """The threads that the rank's program has started by `threading`, if it may."""
+        """The threads that the rank's program has started by `threading`."""
         self.signal_handlers: dict[Any, Any] = {}
         """The handlers that the rank's program has set."""
         self.works = weakref.WeakSet[Any]()
-        """The operations of `torch.distributed` under way, whose handles the program keeps."""
+        """The operations of `torch.distributed` in progress, whose handles the program keeps."""
         self.invariants: list[Callable[[], Any]] = []
-        """What the rank gave to `always`."""
+        """The rank's invariants, registered by `always`."""
 
     def __repr__(self) -> str:
         return f"SimulatedRankWorld(rank {self._identity.rank} of {self._identity.world_size})"

@@ -26,15 +26,15 @@ from bagua_ref.simulation.tasks import is_distributed
 from bagua_ref.simulation.timing import after_steps
 
 IGNORED = -100
-"""The label of a token that does not count, as in `torch.nn.functional.cross_entropy`."""
+"""The label of a token to ignore, as in `torch.nn.functional.cross_entropy`."""
 
 SUMS_IN_ANOTHER_ORDER = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 2e-4}
-"""The largest difference that the order of sums makes, in parts of a tensor's largest magnitude;
+"""The largest difference due to the order of summation, relative to a tensor's largest magnitude;
 1e-9 for other dtypes.
 """
 
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
-"""What names of parameters begin with in wrapped models."""
+"""Prefixes of parameter names in wrapped models."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ LAYOUTS = (
     Layout(2, 2, "unequal"),
     Layout(2, 1, "none"),
 )
-"""Those that `same_as_one` tries: ranks x microbatches."""
+"""Default layouts of `same_as_one`: ranks x microbatches."""
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Deterministic scheduler of threads: one runs at a time, in an order drawn from a seed, on a
 virtual clock.
 
-It knows threads, waiting and time. Messages between ranks are in ``simulated.py``, locks and queues
-in `bagua_ref.simulation`.
+It handles threads, waiting and time. Messages between ranks are in
+`bagua_ref.simulation.communicator`, locks and queues in `bagua_ref.simulation.rank_world`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ limit count as stuck.
 """
 
 _COLLECT, _FEW = 20_000, 512
-"""Switches between two garbage collections while there are so few threads; more for more, as each
-visits all ranks' objects.
+"""Number of switches between two garbage collections, for up to this number of threads; more
+threads have longer intervals, as each collection visits all ranks' objects.
 """
 
 _SIGNALS = 0.5
@@ -105,30 +105,28 @@ class Scheduler:
         self._switching = self._ending = self._abandoned = False
         self._failure: BaseException | None = None
         self.on_communication: Callable[[Any], None] = lambda call: None
-        """Called by a thread with each of its communications, before it takes place."""
+        """Callback of a thread with each of its communications, before it takes place."""
         self.on_transfer: Callable[[Sequence[Any], Callable[[], None]], None] = (
             lambda calls, finish: finish()
         )
-        """Called with the parts in a collective or message once all are there; calls ``finish``,
-        then or at a later time.
+        """Callback with the calls of a collective or message once all are present; it calls
+        ``finish``, immediately or later.
         """
         self.on_wait: Callable[[Ticket, bool], None] = lambda ticket, over: None
-        """Called by a thread with what it waits for, before and after."""
+        """Callback of a thread with its ticket, before and after each wait."""
         self.timer: tuple[float, Callable[[], None]] = (math.inf, lambda: None)
-        """The next time at which something happens that no thread does, and the function that does
-        it.
-        """
+        """Time and function of the next event that no thread causes."""
         self.timeouts_fire = False
-        """Whether ranks that wait for each other wait until their timeouts, instead of ending the
-        run.
-        """
+        """Whether ranks in a deadlock wait until their timeouts, instead of ending the run."""
         # where the exception that ended the run was raised
         self.failed_call: RankCall | None = None
         self.steps_at_end: dict[int, int] = {}  # optimizer steps of ranks that have returned
         self._over = threading.Lock()
         self._states = rank_states
         self.messages: list[tuple[str, list[Tensor]]] | None = None
-        """If not None, each collective is appended to it: its name, and what each rank sends."""
+        """If not None, a list to which each collective is appended: its name, and the data that
+        each rank sends.
+        """
 
     # For the caller of a simulation.
 

@@ -23,8 +23,8 @@ _REASON = "the program behaves differently than when this schedule was found"
 class Schedule:
     """A schedule: one order in which the threads of a simulated world run.
 
-    By default a thread runs until it waits, and then the thread runs that became ready last. A
-    deviation takes another one, as if the first had been interrupted.
+    By default a thread runs until it waits, followed by the thread that became ready last. A
+    deviation chooses another thread, as if the first had been interrupted.
 
     Args:
         choices: for each moment at which several threads can run, 0 for the default, k for the k-th
@@ -53,7 +53,7 @@ class Schedule:
         self._others: list[int] = []
         """For each choice, the number of alternatives to the default."""
         self._free: int | None = None
-        """The first choice to vary."""
+        """Index of the first choice to vary."""
 
     def begin(self) -> None:
         """Mark the start of the choices that `Schedules` may vary; only the first call in a run
@@ -182,10 +182,9 @@ class Schedules:
     """Enumeration of the schedules of a small program, depth first: each once, up to a number of
     deviations.
 
-    A program of two ranks that each do a handful of things has thousands of schedules, a training
-    step more than can be run. Few
-    deviations find most errors: an error that needs k interruptions at the right moments is found
-    with k deviations.
+    A program of two ranks with a handful of operations each has thousands of schedules, a training
+    step more than can be run. Few deviations find most errors: an error that needs k interruptions
+    at the right moments is found with k deviations.
 
     Args:
         deviations: see `Schedule`; None: any number.

@@ -26,13 +26,13 @@ from bagua_ref.base.ranks import describe_ends, format_ranks
 from bagua_ref.errors import RankCall
 
 _SENTENCES = 16
-"""The most waits that a message lists."""
+"""Maximal number of waits listed in a message."""
 
 
 _this_core: Any = (
     getattr(ctypes.CDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
 )
-"""Returns the core that the calling thread runs on; None outside of Linux."""
+"""Function that returns the core of the calling thread; None outside of Linux."""
 
 
 class Unwind(BaseException):
@@ -114,8 +114,8 @@ class Task:
 class RankState:
     """A rank's own copy of process-wide state: torch's CPU generator and Python's `random`.
 
-    A rank's state is saved when another rank goes on, and restored before the rank goes on. All
-    ranks start with the caller's.
+    A rank's state is saved when another rank continues, and restored before the rank continues. All
+    ranks start with the caller's state.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ _LIBRARIES = tuple(
 
 
 PROGRAMS: set[str] = set()
-"""The files that ranks run, which are the user's even if they are a package's."""
+"""The files that ranks run, which are user code even if they belong to a package."""
 
 
 @functools.cache

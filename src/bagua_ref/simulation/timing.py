@@ -45,8 +45,8 @@ from bagua_ref.simulation.torch_distributed.torch_hooks import current_backward
 class Span(NamedTuple):
     """One interval of a rank's timeline, in virtual seconds; ``thread`` is "" for the main thread.
 
-    Its ``kind`` is ``"compute"``, ``"wait"``, ``"sleep"``, or ``"communication"``, which goes on
-    beside the others.
+    Its ``kind`` is ``"compute"``, ``"wait"``, ``"sleep"``, or ``"communication"``, which runs in
+    parallel with the others.
     """
 
     rank: int
@@ -86,8 +86,8 @@ class Timeline:
         """Return the seconds of an optimizer step on the slowest rank, and its exposed
         communication, averaged over ranks.
 
-        Both are medians over steps, but for the first, which contains the start. Without steps,
-        both are of the whole run.
+        Both are medians over steps, except the first, which includes the start. Without steps, both
+        are of the whole run.
         """
         ends = [0.0, *(max(row) for row in zip(*self.steps, strict=False))]
         if len(ends) == 1:
@@ -202,7 +202,7 @@ class _Wires:
     """The links, and the operations in progress on them.
 
     A round takes the time of S14.2 for the bytes of all rounds that share a link with it (S14.5).
-    When another begins or ends, the part that is left goes on at the new speed.
+    When another round starts or ends, the rest continues at the new speed.
     """
 
     def __init__(self, scheduler: Scheduler, node_of: Sequence[int], links: LinkCosts) -> None:
@@ -266,7 +266,7 @@ class _Wires:
 
 
 _COMPUTING = "to compute"
-"""What a thread waits for whose sleep stands for compute."""
+"""The ticket text of a sleep that represents compute."""
 
 
 class Timing:
@@ -297,7 +297,7 @@ class Timing:
         self._wires = _Wires(scheduler, node_of, links)
         self._queues: dict[Any, deque[_Transfer]] = {}
         self._marks: dict[Any, float] = {}
-        """The CPU time of each thread that its compute spans contain."""
+        """For each thread, its CPU time already covered by compute spans."""
         self._waits: dict[Ticket, float] = {}
         self._depth, self._owed = [0] * len(node_of), [0.0] * len(node_of)
         self._hooked: dict[int, Tensor] = {}
@@ -431,8 +431,8 @@ def messages_of(calls: Sequence[Call]) -> Operation:
     """Return the messages of a collective, or of a message's two sides, between ranks of the group
     (S14.1).
 
-    A barrier is an all-reduce without bytes, and what `bytes_sent` leaves out takes no time
-    [defined].
+    A barrier is an all-reduce without bytes; operations that `bytes_sent` does not count take no
+    time [defined].
     """
     name, n = calls[0].operation.partition("(")[0], len(calls)
     sends, recvs = [_nbytes(call.send) for call in calls], [_nbytes(call.recv) for call in calls]

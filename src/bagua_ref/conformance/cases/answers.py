@@ -1,8 +1,8 @@
 """Expected outputs of golden vectors, from inputs and parameters alone: one function for each family
 of operations, whose arguments have the names of a case's inputs and parameters.
 
-Nothing here but `bagua_ref.conformance.expected` computes, so that the vectors share no fault with
-the package.
+All computation is in `bagua_ref.conformance.expected`, so that the vectors share no fault with the
+package.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from bagua_ref.conformance.expected import (
 from bagua_ref.conformance.expected.kernels_numpy import array, stored
 
 Outputs = dict[str, Any]
-"""Tensors, bytes, or numbers in lists or arrays, by name."""
+"""Outputs by name: tensors, bytes, or numbers in lists or arrays."""
 Nodes: TypeAlias = "list[int] | None"
-"""How many ranks each node has if node leaders communicate, None if all ranks do."""
+"""Number of ranks on each node if node leaders communicate, None if all ranks do."""
 
 
 def answer(
@@ -60,7 +60,7 @@ def _tensor(values: Any, dtype: str) -> Tensor:
 
 
 def _integers(values: Iterable[int]) -> Any:
-    return np.array(list(values), np.int64)  # also if there are none
+    return np.array(list(values), np.int64)  # int64 also if empty
 
 
 def _empty(dtype: str) -> Tensor:
@@ -187,7 +187,7 @@ def _graph_sources(dtype: str, rank: Tensor, step: Tensor, graph: str, nranks: i
 
 def _collective(operation: str, dtype: str, x: Tensor, **given: Any) -> Outputs:
     if operation in ("gather", "scatter"):
-        del given["root"]  # x is that of the root, or goes to it
+        del given["root"]  # x is the root's tensor, or is sent to it
     return {"out": getattr(collectives_plain, operation)(x, **given)}
 
 
@@ -313,7 +313,7 @@ def _powersgd_round(
     found = compression_numpy.power_sgd_round(
         list(gradients.numpy()), kept, factor, columns.shape[1], memory=memory, **options
     )
-    assert found.q is not None  # each round leaves one
+    assert found.q is not None  # every round sets it
     outputs = {"x": found.result, "qq": compression_numpy.gram(found.q)}
     return outputs | ({} if memory is None else {"errors": found.errors})
 
@@ -405,7 +405,7 @@ _BY_NAME: dict[str, Callable[..., Outputs]] = {
     "collectives": _collective,
     "samplers": _samples,
 }
-"""A suite -> the answer of those of its operations that have no row below, from their names."""
+"""Suite -> function for those of its operations that have no row below, called with their names."""
 _ANSWERS: dict[str, Callable[..., Outputs]] = {
     "kernels/reduce_chunks": _reduce_chunks,
     "kernels/gather_flat": lambda dtype, **parts: {
@@ -470,4 +470,4 @@ _ANSWERS: dict[str, Callable[..., Outputs]] = {
     "compressed_gradients/sparse": _sparse,
     "compressed_gradients/error_feedback": _error_feedback,
 }
-"""A suite and an operation -> its answer."""
+"""Suite and operation -> function that returns the outputs."""

@@ -76,9 +76,9 @@ def canonical(x: Tensor) -> Tensor:
 KINDS = {
     "plain": "valid",
     "wide": "valid",  # of many magnitudes
-    "denormal": "edge",  # half of them
+    "denormal": "edge",  # half of the numbers are denormal
     "huge": "edge",  # sums soon exceed the largest number
     "special": "edge",  # infinities, NaN, zeros of both signs and the ends of the range
     "zeros": "edge",  # of both signs
 }
-"""Kinds of numbers, and the flag that a case of them gets."""
+"""Kinds of numbers -> flag of their cases."""

@@ -51,8 +51,8 @@ _FACTOR = {
     torch.int32: 0x3C6EF373,
     torch.int64: 0x2545F4914F6CDD1D,
 }
-"""Odd factors, so that products that wrap around differ if their factors do, and all bits of the
-dtype occur.
+"""Odd factors, so that wrapped products differ if their factors do, and all bits of the dtype
+occur.
 """
 _SPECIAL = (-0.0, float("inf"), float("-inf"), float("nan"))
 
@@ -165,7 +165,7 @@ def collective_call(
     more: tuple[Any, ...] = (op,) if name in REDUCING else ()
     if name in ("reduce", "broadcast", "gather", "scatter"):
         more = (root, *more)
-    if name in ("reduce", "gather"):  # of the others, nothing is received
+    if name in ("reduce", "gather"):  # the other ranks receive nothing
         kept = [received if method == name else mine for mine in x]
         wanted = [wanted[rank] if rank == root else kept[rank] for rank in everyone]
     near = (

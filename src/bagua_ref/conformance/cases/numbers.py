@@ -180,7 +180,7 @@ _FORMULAS: dict[str, Callable[[Numbers, int, torch.finfo], Any]] = {
     "tiny": lambda x, n, info: (x.below(129, n) - 64) * info.tiny * info.eps * 2.0 ** x.below(10),
     "constant": lambda x, n, info: np.full(n, x.between(-4, 4) * 10.0 ** _power(x, info)),
     "sparse": lambda x, n, info: _choose(x.unit(n), (0.0, -0.0, 1 - 2 * x.below(2))),
-    # a range and a distance from zero beside which 1e-7 is not small
+    # a range and a distance from zero that are not large relative to 1e-7
     "epsilon": lambda x, n, info: (
         (1 - 2 * x.below(2)) * (10.0 ** x.between(-9, -5, 2) @ [np.ones(n), x.unit(n)])
     ),

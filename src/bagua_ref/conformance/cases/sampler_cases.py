@@ -101,7 +101,7 @@ def noisy_cases(draw: st.DrawFn) -> tuple[list[float], int, dict[str, Any]]:
         low + place * span // 7 for place in draw(st.permutations([0, 0, 1, 2, 3, 5, 7, 7]))
     ]
     level = draw(st.sampled_from([0.3, 0.7, 0.9, 0.29]))
-    if draw(st.booleans()):  # the sum is a whole number, though the product is below one
+    if draw(st.booleans()):  # the product is below 1, but its sum with 1 an integer
         most, level = (
             draw(st.sampled_from([1.0, 2.0, 4.0, 8.0])),
             draw(st.sampled_from([1.0, 1, 0.5])),

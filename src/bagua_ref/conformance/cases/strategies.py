@@ -1,8 +1,8 @@
 """Inputs that break number formats and codecs, as Hypothesis strategies.
 
-Short tensors are drawn number by number, as those shrink well. Long ones come from a seed and a
-kind: thousands of numbers cost little then, and a check narrows a failure down to the elements that
-matter by itself.
+Short tensors are drawn element by element, which shrinks well. Long ones come from a seed and a
+kind: thousands of numbers are then cheap to draw, and a check itself narrows a failure down to the
+elements that matter.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ __all__ = [
 ]
 
 Draw = Callable[[Any], Any]
-"""Takes a Hypothesis strategy and returns a value."""
+"""Function that draws from a Hypothesis strategy and returns the value."""
 
 _SINGLE = ("tame", "ties", "near", "tiny", "huge", "edges", "sparse", "bits")
-"""Kinds of numbers that need no others of their kind."""
+"""Kinds of numbers that are drawn independently of each other."""
 _kinds = st.sampled_from([*_SINGLE, "wide", "grid", "halfway", "narrow", "constant", "epsilon"])
 
 _WIDTH = {torch.float16: 16, torch.bfloat16: 32, torch.float32: 32, torch.float64: 64}
@@ -91,7 +91,9 @@ def adversarial(
 
 
 seeds = st.binary(min_size=4, max_size=4).map(lambda drawn: int.from_bytes(drawn, "big"))
-"""Any 32-bit number, all equally likely; for an integer, Hypothesis would prefer small ones."""
+"""Any 32-bit number, all equally likely; with an integer strategy, Hypothesis would prefer small
+ones.
+"""
 
 _sizes = st.sampled_from([1, 2, 3, 7, 31, 33, 64, 256, 257, 500, 1024, 1025, 4096])
 
@@ -109,7 +111,7 @@ def mixed(
     """Return ``count`` tensors with a random kind for each element, which is often equal to,
     opposite to or next to another tensor's.
 
-    The first places hold every pair of edges.
+    The first elements contain every pair of edge cases.
     """
     chosen = Numbers("mixed", str(seed))
     of_kinds = [
@@ -133,7 +135,7 @@ def mixed(
 def operands(draw: st.DrawFn, dtype: torch.dtype, count: int) -> list[Tensor]:
     """``count`` flat tensors of one size, possibly empty, mostly long."""
     if draw(st.booleans()):
-        size = draw(st.sampled_from([*range(1, 10), *[500, 1025] * 20]))  # few, to shrink to
+        size = draw(st.sampled_from([*range(1, 10), *[500, 1025] * 20]))  # few: to shrink
         return mixed(dtype, count, draw(seeds), size)
     size = draw(st.one_of(st.integers(0, 12), _sizes))
     return [draw(tensors(dtype, size)) for _ in range(count)]
@@ -142,7 +144,7 @@ def operands(draw: st.DrawFn, dtype: torch.dtype, count: int) -> list[Tensor]:
 _chunk_sizes = st.one_of(
     st.integers(0, 12), st.sampled_from([0, 1, 2, 31, 32, 33, 64, 65, 100, 255, 300])
 )
-"""Also sizes that fill a payload's rows of 32 bytes, and that do not."""
+"""Chunk sizes, including multiples of a payload's rows of 32 bytes, and others."""
 
 
 @st.composite
@@ -158,7 +160,7 @@ def chunked(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Tensor, int]:
     if draw(st.integers(0, 2)) == 2:
         return torch.cat(mixed(dtype, num_chunks, draw(seeds), size)), num_chunks
     if num_chunks > 9:
-        kind = draw(st.sampled_from(_SINGLE[:-1]))  # of any bits, too many chunks have a NaN
+        kind = draw(st.sampled_from(_SINGLE[:-1]))  # arbitrary bits: too many NaNs
         return bulk(dtype, kind, draw(seeds), num_chunks * size), num_chunks
     return torch.cat([draw(tensors(dtype, size)) for _ in range(num_chunks)]), num_chunks
 
@@ -202,9 +204,10 @@ def near_ties(codec: str, dtype: torch.dtype, seed: int) -> Tensor:
     """Return one to four blocks: their largest numbers determine the scales, the others are ties or
     one step off a tie.
 
-    Scales reach both ends of the dtype's range. Some blocks are of zeros of both signs, or of
-    numbers below the last tie. The largest numbers are often those at which a scale rule changes,
-    or of which NVFP4's scale is a tie of E4M3; NVFP4's first block has the chunk's largest.
+    Scales reach both ends of the dtype's range. Some blocks consist of zeros of both signs, or of
+    numbers below the last tie. The largest number is often one at which a scale rule changes, or
+    for which NVFP4's scale is a tie of E4M3; NVFP4's first block contains the chunk's largest
+    number.
     """
     drawn = random.Random(seed)  # noqa: S311 # reproducible, not secret
     form, scales, values, chunk = FORMATS[codec], FORMATS["MXFP8"], [], 0.0

@@ -33,7 +33,7 @@ COMPRESSIBLE: tuple[str, ...] = tuple(_TABLE["compressible"])
 FLOATS: tuple[str, ...] = tuple(_TABLE["floats"])
 INTEGERS: tuple[str, ...] = tuple(_TABLE["integers"])
 REDUCED: tuple[str, ...] = tuple(_TABLE["reduced integers"])
-"""The integers that collectives add and compare."""
+"""The integer dtypes that collectives reduce."""
 GRAPHS: tuple[str, ...] = tuple(_TABLE["graphs"])
 
 

@@ -1,7 +1,7 @@
 """Safetensors files of golden vectors.
 
-Equal tensors give equal files whatever the version of the package safetensors. Writing does without
-it; reading needs it.
+Equal tensors give equal files with every version of the package safetensors. Only reading needs
+that package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format calls each dtype."""
+"""dtype -> its name in the format."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -57,7 +57,7 @@ class DamagedFileError(ValueError):
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> bytes:
     """Write tensors by name; return the number of bytes written.
 
-    The widest elements come first, so that all lie at multiples of their size; equally wide ones
+    The widest elements come first, so that all are aligned to their size; tensors of equal width
     are sorted by name.
     """
     entries: dict[str, Any] = {}

@@ -56,7 +56,7 @@ ONE_BUCKET = 2**20
 """A bucket size so large that every training here has one bucket per dtype."""
 
 ByRank = list[list[dict[int, Tensor]]]
-"""Gradients by rank and step, each by the parameter's place."""
+"""Gradients by rank and step, each by the parameter's index."""
 
 multi_rank_worlds = st.sampled_from([(2,), (1, 1), (2, 1), (3,), (2, 2)])
 
@@ -77,7 +77,7 @@ BOUNDARY = [
     *[(4, 4), (4, 5), (5, 4), (3, 6), (6, 3), (3, 7), (2, 3, 4), (4, 3, 2)],
     *[(2, 12), (12, 2), (6, 4), (8, 8), (24,), (1, 30), (0, 3)],
 ]
-"""Shapes of which some are just compressed by powersgd at usual rates, and some just not."""
+"""Shapes on both sides of powersgd's compression criterion at usual rates."""
 
 
 def on_a_grid(seed: int, like: Tensor, limit: int, multiple: int = 1) -> Tensor:
@@ -243,7 +243,7 @@ def of_rank(draw: Draw, like: Tensor, ranks: int, rank: int) -> list[Tensor]:
 # Options of powersgd (S10) and of local updates (S9).
 
 EVERY_MATRIX = 0.01
-"""A rate at which every matrix is compressed."""
+"""A compression rate at which every matrix is compressed."""
 
 PLAIN: dict[str, Any] = {"class": "SGD", "lr": 1.0}
 """The outer optimizer of the identities."""
@@ -256,10 +256,10 @@ outer_optimizers = st.sampled_from(
         {"class": "SGD", "lr": 0.5, "momentum": 0.5, "weight_decay": 0.5},
     ]
 )
-"""Those whose products are exact, so that a fused multiply-add gives the same result."""
+"""Outer optimizers with exact products, so that a fused multiply-add gives the same result."""
 
 momenta = st.sampled_from([0.0, 0.5])
-"""Of inner optimizers."""
+"""Momenta of inner optimizers."""
 
 
 def outer_optimizer(

@@ -1,7 +1,7 @@
 """Whole trainings compared with plain loops over all ranks (S2, S5.1 to S5.5, S13).
 
 `algorithms_async` has S5.6, `algorithms_local` S9, `algorithms_powersgd` S10,
-`algorithms_compressed` S11, and `algorithms_properties` what all algorithms have in common.
+`algorithms_compressed` S11, and `algorithms_properties` the properties shared by all algorithms.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def buckets(lab: Lab) -> Given:
     dtypes = lab.draw(st.lists(st.sampled_from(used), min_size=3, max_size=6))
     weights = grid_weights(lab.draw, [*map(dtype_named, dtypes)])
     of_one = [w.nbytes for w in reversed(weights) if w.dtype is weights[-1].dtype]
-    # a bucket of so many parameters is just full
+    # a bucket of these parameters is exactly full
     filled = sum(of_one[: lab.integer(1, len(of_one))])
     sizes = [filled, filled, filled + 1, max(1, filled - 1), max(1, filled - 1), 40, ONE_BUCKET]
     return {
@@ -177,7 +177,7 @@ def _follow_weights(training: Training, how: str = "step") -> None:
         )
 
     history = training.of_buckets(train)
-    if how == "slow step":  # whose forward leaves them as the step before has
+    if how == "slow step":  # returns the weights after its forward: those of the previous step
         history = [[training.start] * n, *history[:-1]]
     for step, expected in enumerate(history):
         # Each mean may be rounded in another order, and the difference stays in the weights.

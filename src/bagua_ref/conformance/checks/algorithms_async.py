@@ -21,7 +21,7 @@ from bagua_ref.conformance.targets.reference_algorithms import Action
 _NEEDS = ("async_model_average",)
 _INTERVAL_MS = 100
 _ROUNDS = SUM(1000)
-"""For weights changed by some hundred rounds, each with rounding errors."""
+"""Tolerance of weights changed by some hundred rounds, each with rounding errors."""
 
 Programs = list[list[Action]]
 """The actions of each rank."""
@@ -55,7 +55,7 @@ def _train(
         if kind == "sleep":
             # a few intervals, often a whole number of them: rounds begin while ranks train
             return kind, lab.choice([0.1, 0.2, 0.3, 0.03, 0.17])
-        if kind == "long sleep":  # in which rounds make all ranks equal
+        if kind == "long sleep":  # long enough for rounds to make all ranks equal
             return "sleep", 20 * _INTERVAL_MS / 1000
         return (kind,)
 

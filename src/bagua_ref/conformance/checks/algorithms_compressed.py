@@ -46,15 +46,15 @@ Given = dict[str, Any]
 # Error memory.
 
 _EXACT = ("MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "NVFP4")
-"""Codecs whose payloads are known to the bit; OneBit's scale may differ by an ulp."""
+"""Codecs whose payloads are specified bit by bit; OneBit's scale may differ by an ulp."""
 
 
 def _codec(lab: Lab, *preferred: str) -> st.SearchStrategy[str]:
     """Draw one of the preferred codecs that the target has, else one with payloads specified bit by
     bit.
 
-    It has the codecs of its kernels, or those that its own algorithms say that they have in
-    ``codecs``.
+    A target has the codecs of its kernels, or those in the attribute ``codecs`` of its own
+    algorithms.
     """
     own = lab.target.parts.get("algorithms")
     known = lab.target.kernels.codecs if own is None else getattr(own, "codecs", ("MinMaxUInt8",))
@@ -296,7 +296,7 @@ def many(lab: Lab) -> Given:
     def gradient(rank: int) -> Tensor:
         generator = np.random.default_rng([seed, rank])
         x = torch.from_numpy(generator.integers(-levels, levels, m)).float()
-        for stride in (2, 4, 8, 16, 32, 64):  # larger, or not, where one in so many is looked at
+        for stride in (2, 4, 8, 16, 32, 64):  # larger, or not, at sampled elements
             x[seed % 2 :: stride] *= 2
         x[seed % 2 :: 1 + seed % 64] *= 3
         return x

@@ -325,7 +325,7 @@ def refuse(algorithm: TrainedAlgorithm, lab: Lab, compression: str | None) -> No
             given[victim][1] = 0.0
         for step in range(2):
             gradients[culprit][step][victim][1] = huge
-            if failing + step < steps:  # back to where it came from
+            if failing + step < steps:  # moves the weight back
                 gradients[culprit][failing + step][victim][1] = -huge
         return gradients
 

@@ -40,8 +40,8 @@ from bagua_ref.conformance.lab.training import SHOWS_GRADIENTS, TrainedAlgorithm
 Given = dict[str, Any]
 
 ROUNDED = SUM(400)
-"""For projections on columns whose span is known to 100 times the rounding of what was added up for
-them (`is_tame`).
+"""Tolerance of projections on columns whose span is known to 100 times the rounding errors of their
+sums (`is_tame`).
 """
 
 
@@ -172,7 +172,9 @@ def judge(training: Training, exact: bool = False) -> None:
 
 
 judge_exactly = partial(judge, exact=True)
-"""Means of tensors that are not compressed do not depend on the order of sums."""
+"""`judge` for tensors that are not compressed and whose means do not depend on the order of
+sums.
+"""
 
 POWERSGD = TrainedAlgorithm(
     "powersgd",
@@ -267,7 +269,7 @@ def dead_columns(lab: Lab) -> Given:
         "change": _products(shape, (*ranks_of_steps, min(shape)), lab.seed()),
         "judge": judge_all,
         "matrix_approximation_rank": r,
-        # it would bring back what a dependent column has left of earlier gradients
+        # it would restore residuals of a dependent column from earlier gradients
         "memory": None,
     }
 
@@ -315,7 +317,7 @@ def small_columns(lab: Lab) -> Given:
     matrix[0, 0], matrix[1, 1] = 1.0, lab.choice([1e-7, 2.0**-26, 1e-9])
 
     def judge_late(training: Training) -> None:
-        for step in (2, 3):  # by then, each column of Q has found its own
+        for step in (2, 3):  # by then, the columns of Q have converged
             training.expect_seen("step", step, 0, matrix, ROUNDED, 1.0)
 
     return {

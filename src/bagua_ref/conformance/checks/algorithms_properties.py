@@ -48,7 +48,7 @@ from bagua_ref.conformance.lab.training import TrainedAlgorithm, Training
 Given = dict[str, Any]
 
 _ON_WEIGHTS = (GRADIENT_ALLREDUCE, BYTEGRAD, DECENTRALIZED, RING, QADAM, LOCAL_SGD, DILOCO)
-"""Algorithms of which weights are returned."""
+"""Algorithms whose steps return weights."""
 _SEVERAL = worlds(4).filter(lambda nodes: sum(nodes) > 1)
 _SOME_WARM_UP = {"warmup_steps": st.integers(0, 2)}
 
@@ -154,7 +154,7 @@ _IN_FLIGHT: Given = {
     "kinds": tame,
     "outer_optimizer": outer_optimizers.filter(lambda outer: outer is not PLAIN),
 }
-"""A training that may have sent a fragment when it is saved."""
+"""A training in which a fragment may be in flight when it is saved."""
 
 
 def _on_graphs(lab: Lab) -> Given:
@@ -269,7 +269,7 @@ trains(DEMO, "S15.6.not_finite", 0.4, COMPRESSIBLE)(
 )
 
 
-# What all rounds apply, and what all ranks have.
+# Equal results in all rounds and on all ranks.
 
 
 def _conserve(training: Training) -> None:

@@ -55,7 +55,7 @@ _SPARSE = {
     "mean": st.sampled_from(["all", "contributors"]),
     "compression": st.sampled_from([None, "Stat2", "Stat2", "MinMaxUInt8"]),
 }
-"""Options that both algorithms have."""
+"""Options of both algorithms."""
 
 
 # SparseLoCo.
@@ -117,7 +117,7 @@ def messages(lab: Lab) -> Given:
     return {
         "nodes": st.sampled_from([(2,), (1, 1), (2, 1)]),
         "follow": lambda training: wanted.extend(_follow_sparseloco(training).messages),
-        "looks": ("memories",),  # which waits for what was sent
+        "looks": ("memories",),  # waits for the fragments in flight
         "record": True,
         "judge": judge,
     }

@@ -420,11 +420,11 @@ def long(lab: Lab, codec: str) -> None:
 
 def _check_long(lab: Lab, codec: str, size: int) -> None:
     num_chunks, places = (2 if codec == MINMAX else 1), st.sampled_from([0, size // 2, size - 1])
-    period = 31 * 32  # few numbers differ, so that the expected ones cost little
+    period = 31 * 32  # few distinct numbers, so that expected values are cheap
     rows = [bulk(lab.dtype, "tame", lab.seed(), period) for _ in range(num_chunks)]
     x = torch.stack([row.repeat(-(-size // period))[:size] for row in rows])
     x[:, lab.draw(places)] = -0.0
-    for row, end in zip(x, (5.0, -5.0), strict=False):  # one end anywhere, the other at the end
+    for row, end in zip(x, (5.0, -5.0), strict=False):  # one extremum anywhere, one at the end
         row[lab.integer(0, size - TAIL - 1)] = end
         row[lab.integer(size - TAIL, size - 1)] = -end
     of_chunk = _long_signs if codec == "OneBit" else _long_blocks

@@ -148,7 +148,7 @@ def alltoall_v(lab: Lab) -> None:
     gap, other = lab.integer(0, 2), lab.integer(0, 2)
     shares, in_place = lab.flag(), lab.flag()
     sent_at, received_at = displacements(gap), displacements(gap if in_place else other)
-    if shares and not in_place:  # what is sent to one may also be sent to others
+    if shares and not in_place:  # blocks sent to different ranks may overlap
         sent_at = [[peer % 2 for peer in everyone] for _ in everyone]
     sent = [values(r, sum(sizes[r]) + gap * len(sizes) + shares, dtype) for r in everyone]
     received = sent if in_place else [nothing(sum(row) + other * len(row), dtype) for row in sizes]
@@ -212,10 +212,10 @@ def nan(lab: Lab) -> None:
         info = torch.finfo(dtype)
         row = torch.tensor([1.0, -2.0, math.inf, -math.inf, 4.0, 0.5], dtype=torch.float64)
         row = row.roll(turn * rank)
-        # that of an invalid operation has its sign set on x86
+        # x86 sets the sign bit in the NaN of an invalid operation
         nans = [math.nan, -math.nan] if rank == culprit % n else row[:2].tolist()
         fits, tiny = info.max / n * 0.9, info.smallest_normal / n / 4
-        # what is expected of a mean is a sum in float64, too
+        # the expected mean is also computed from a sum in float64
         overflows = fits if op is ReduceOp.AVG and info.bits == 64 else info.max * 0.75
         return torch.cat([row, row.new_tensor([*nans, fits, -fits, overflows, tiny, -tiny])])
 
@@ -266,7 +266,7 @@ def every_dtype(lab: Lab) -> None:
     kinds = [(reducing, *reduction) for reduction in _reductions(dtypes)]
     moves = [(_MOVING, ReduceOp.SUM, name) for name in dtypes]
     _run(lab, nodes, [call(place, *kind) for place, kind in enumerate([*kinds, *moves])])
-    if "int16" in dtypes:  # which gloo and NCCL do not reduce
+    if "int16" in dtypes:  # not reduced by gloo and NCCL
         _right_or_refused(lab, nodes, call(0, reducing, ReduceOp.SUM, "int16"), Tensor.clone)
 
 
@@ -311,7 +311,7 @@ def send_and_recv(lab: Lab) -> None:
 def broadcast_object(lab: Lab) -> None:
     """Every rank gets src's object, whatever its size and whichever rank src is."""
     nodes = lab.world(worlds())
-    lab.dtypes(("uint8",)), lab.dtypes(("int64",))  # in which it is sent
+    lab.dtypes(("uint8",)), lab.dtypes(("int64",))  # the dtypes in which objects are sent
     src = root_of(lab.draw, nodes)
     simple = st.one_of(
         st.none(), st.booleans(), st.integers(), st.text(max_size=300), st.binary(max_size=20)

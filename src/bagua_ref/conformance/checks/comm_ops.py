@@ -40,7 +40,7 @@ def _inputs(lab: Lab, ranks: int, multiple: int, compressed: bool = False) -> li
     more = "tame" if compressed else "mixed"  # one edge poisons a whole chunk
     kind = lab.choice(["drawn", "mixed", "tame", more])
     few = st.integers(0, 40 // multiple + 1)
-    # often room for all pairs of edges
+    # often large enough for all pairs of edge cases
     size = multiple * lab.draw(few if kind == "drawn" else few | st.integers(0, 400 // multiple))
     if kind == "mixed":
         return mixed(lab.dtype, ranks, lab.seed(), size)
@@ -146,7 +146,7 @@ def full_precision(lab: Lab) -> None:
     between, scattergather = lab.flag(), lab.flag()
     n = sum(nodes)
     multiple = (len(nodes) if between else n) if scattergather else 1
-    inputs = [x / 64 for x in _inputs(lab, n, multiple)]  # room for the sum
+    inputs = [x / 64 for x in _inputs(lab, n, multiple)]  # so that the sum does not overflow
     results = _run(
         lab,
         nodes,
@@ -227,7 +227,7 @@ def long_shift_one(lab: Lab) -> None:
 def many_steps(lab: Lab) -> None:
     """Peers depend on the step also after many steps."""
     nodes, count = lab.world(st.sampled_from([(6,), (3, 3)])), lab.integer(260, 520)
-    first = [torch.full((1,), float(2**rank)) for rank in range(6)]  # the sum names the ranks
+    first = [torch.full((1,), float(2**rank)) for rank in range(6)]  # the sum identifies the ranks
     inputs = [[x] * count for x in first]
     results = _run(lab, nodes, "decentralized", inputs, mode="shift_one", hierarchical=False)
     averages = (

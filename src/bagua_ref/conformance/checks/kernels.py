@@ -49,7 +49,7 @@ def _two(draw: Draw, x: Tensor, y: Tensor) -> Arguments:
 
 def _add_scaled(draw: Draw, x: Tensor, y: Tensor) -> Arguments:
     factor = draw(_factors)
-    if draw(st.booleans()):  # what is left shows whether the product was rounded
+    if draw(st.booleans()):  # the remainder shows whether the product was rounded
         x = (-factor * y.double()).to(x.dtype)
     return {"x": x, "y": y, "factor": factor}
 
@@ -103,8 +103,8 @@ _ELEMENTWISE: dict[str, tuple[str, int, Callable[..., Arguments], str]] = {
     ),
     "update_momentum": ("S5.5", 2, _update_momentum, "Both products are rounded, then their sum."),
 }
-"""Kernels of which each element depends on its own place alone: clause, number of tensors that are
-drawn, arguments, and sentence of their checks.
+"""Element-wise kernels: clause, number of tensors to draw, arguments, and sentence of their
+checks.
 """
 
 
@@ -197,7 +197,7 @@ def many_chunks(lab: Lab) -> None:
 def _means_near_ties(lab: Lab, count: int) -> Tensor:
     """Chunks whose means are ties of a 16-bit dtype, or one float32 step beside a tie.
 
-    Only there does a wrong last bit of the float32 mean change the stored number.
+    Only there does a wrong last bit of the float32 mean change the rounded result.
     """
     generator, size = torch.Generator().manual_seed(lab.seed()), 32
     steps = round(1 / torch.finfo(lab.dtype).eps)
@@ -222,7 +222,7 @@ def _pieces(lab: Lab) -> tuple[list[Tensor], torch.dtype]:
     """Draw tensors of one dtype and any shapes, some transposed or with gaps; return them and the
     dtype.
 
-    Without tensors it is float32, as a program could not know another one.
+    Without tensors the dtype is float32, as a program could not know any other.
     """
     names, of_one = lab.dtypes(MOVABLE), st.lists(st.integers(0, 5), max_size=3)
     fewest = 0 if "float32" in names else 1
@@ -284,7 +284,7 @@ def long_flat(lab: Lab) -> None:
     """Long tensors, and many of them, are copied correctly, index by index."""
     dtype = dtype_named(lab.choice(lab.dtypes(MOVABLE)))
     turn = lab.integer(0, 3)
-    # so many may be more than an implementation takes at once
+    # possibly more tensors than an implementation processes at once
     many = [[(turn + place * place) % 4 for place in range(count)] for count in _MANY]
     for sizes in (lab.draw(st.permutations([*lab.long_sizes, 9_973, 3])), *many):
         flat = _numbers(sum(sizes), dtype)
@@ -323,7 +323,7 @@ def order_by_complexity(lab: Lab) -> None:
     # Many are equal, and few or many: libraries sort short lists in another way.
     size = lab.draw(st.integers(0, 40) | st.sampled_from([17, 100, 1000]))
     chosen = random.Random(lab.seed())  # noqa: S311 - reproducible, not secret
-    distinct = list(dict.fromkeys(few))  # which an implementation may sort in another way
+    distinct = list(dict.fromkeys(few))  # may be sorted by another algorithm
     drawn = chosen.sample(distinct, len(distinct)) if lab.flag() else chosen.choices(few, k=size)
     exact = torch.float64 if lab.dtype.is_floating_point else torch.int64
     keys = torch.tensor(drawn, dtype=exact).to(lab.dtype)

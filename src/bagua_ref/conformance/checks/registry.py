@@ -33,7 +33,9 @@ _MODULES = {suite: (suite,) for suite in SUITES} | {
 """The modules of each suite."""
 
 Property = Callable[["Lab"], None]
-"""Draws an input and raises `Violation` if the property does not hold for it."""
+"""A check's function, which draws an input and raises `Violation` if the property does not hold for
+it.
+"""
 
 _rows: dict[str, Check] = {}
 """The checks of the modules that have been imported, by id."""

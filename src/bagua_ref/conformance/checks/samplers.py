@@ -231,11 +231,11 @@ def _stop_and_go_on(lab: Lab, samples: _Samples, replicas: int) -> None:
     saved = _value(lab, "state_dict", first.state_dict)
     second = _loaded(lab, samples.at(replicas, rank, 0), saved)
     if again:
-        _at(lab, second, epoch)  # which it has
+        _at(lab, second, epoch)  # the epoch that it already has
     _same(lab, "len", lambda: len(second), len(wanted))
     _draws(lab, second, wanted[taken:], f"what is left after {taken}")
     _at(lab, second, epoch + 1)
-    # the position of an epoch of which nothing has been drawn
+    # the position at the start of an epoch
     saved = _value(lab, "state_dict", second.state_dict)
     _draws(lab, _loaded(lab, samples.at(replicas, rank, 0), saved), following)
     _draws(lab, second, following)
@@ -266,7 +266,7 @@ def other_settings(lab: Lab) -> None:
     """A position that was saved with other samples, costs, seed, shuffle, drop_last or random_level
     raises a ValueError.
     """
-    size = lab.choice([4, 5, 6, 8])  # of even ones drop_last changes no length
+    size = lab.choice([4, 5, 6, 8])  # with even sizes, drop_last changes no length
     values = lab.draw(st.lists(st.integers(0, 20), min_size=size, max_size=size, unique=True))
     options: dict[str, Any] = {"shuffle": True, "drop_last": False, "epoch": 0}
     options["seed"] = lab.integer(0, 5)
@@ -288,7 +288,7 @@ def refuses(lab: Lab) -> None:
     """An invalid random_level, rank, dataset, complexity (NaN), sampler, or a sampler with
     drop_last raises a ValueError.
     """
-    one = lab.choice([1, 1.0])  # integers and floats are not read alike
+    one = lab.choice([1, 1.0])  # ints and floats are converted in different ways
     levels = [-0.1, -1e-9, 1.1, 1.0004, 1 + 2.0**-52, math.nan, 2, -1]
     nan = lab.draw(st.permutations([one, math.nan, 2]))
     invalid: list[tuple[list[Any], dict[str, Any], int, int]] = [

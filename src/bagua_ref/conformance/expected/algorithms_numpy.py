@@ -2,8 +2,8 @@
 S5.1, S5.2, S5.5), computed for all ranks at once.
 
 A rank's numbers are a flat array as in `kernels_numpy`.
-``nodes`` holds how many ranks each node has, in rank order, if node leaders communicate; None: all
-ranks do. What operations return is the same on all ranks.
+``nodes`` is the number of ranks on each node, in rank order, if node leaders communicate; None: all
+ranks do. Results of operations are the same on all ranks.
 
 QAdam's warm-up is the installed ``torch.optim.Adam``, because that is how S5.5 defines it: its
 fused operations are not the same on every processor.
@@ -31,7 +31,9 @@ from bagua_ref.conformance.expected.kernels_numpy import (
 )
 
 Exchange = Callable[[list[Array], str], Array]
-"""Each rank's numbers of one bucket, and their dtype -> what every rank has after the operation."""
+"""Function from each rank's numbers of one bucket, and their dtype, to every rank's numbers after
+the operation.
+"""
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 

@@ -241,7 +241,7 @@ def error_bound(
     if codec == "NVFP4":
         if _largest(chunk) < 2.0**-100:
             return math.inf
-        # the clause counts no rounding to float32, of which there are six
+        # six roundings to float32, which the clause does not count
         rounding += 2.0**-21 * abs(x)
         s, t = _nvfp4_scales(largest, _largest(chunk))
         if saturates:

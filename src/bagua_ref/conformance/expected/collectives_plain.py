@@ -1,7 +1,7 @@
 """The collectives of S3.9, computed for all ranks at once: ``x[r]`` is the flat tensor of rank r.
 
-Floats are combined in float64 and rounded once, integers in int64, where they wrap around. What
-comes back has a row for each rank, except for `combine` and `gather`.
+Floats are combined in float64 and rounded once, integers in int64 with wrap-around. Results have a
+row for each rank, except for `combine` and `gather`.
 """
 
 from __future__ import annotations

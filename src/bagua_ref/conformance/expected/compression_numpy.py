@@ -1,10 +1,10 @@
 """Compressed rounds of n ranks: PowerSGD (S10) of one gradient, any codec with error memory and
 top-k (S11) of one bucket.
 
-Gradients, memories and factors go in, their successors come out: by rank where they differ between
-ranks. Matrices are NumPy arrays of float32 (float64 for float64), and so is what is sent. Bases
-depend on rounding, spans do not: compare PowerSGD's results and memories, round by round from equal
-e and Q.
+Functions take gradients, error memories and factors and return their successors, by rank where they
+differ between ranks. Matrices and transmitted numbers are NumPy arrays of float32 (float64 for
+float64). Bases depend on rounding, spans do not: compare PowerSGD's results and memories, round by
+round from equal e and Q.
 """
 
 from __future__ import annotations

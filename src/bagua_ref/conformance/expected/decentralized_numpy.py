@@ -1,8 +1,8 @@
 """Training of n ranks on averaged weights (S3.4, S3.5, S5.3, S5.4, S13), in one loop over all
 ranks.
 
-Gradients go in, weights come out: NumPy arrays as in `algorithms_numpy`, and so is ``nodes``.
-Averages along graphs (S13.1 to S13.4) are of arrays whose row r belongs to rank r.
+Functions take gradients and return weights: NumPy arrays as in `algorithms_numpy`, like ``nodes``.
+Averages along graphs (S13.1 to S13.4) are computed on arrays whose row r belongs to rank r.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bagua_ref.conformance.expected.kernels_numpy import (
 Weights: TypeAlias = Sequence[Sequence[Sequence[Any]]]
 """A graph: for each receiving rank, (source, weight) pairs."""
 Mode: TypeAlias = "str | Sequence[Weights]"
-"""How ranks choose whom they average with: a name, or graphs that follow each other in a cycle."""
+"""The choice of peers: the name of a mode, or a cycle of graphs."""
 
 
 def between_leaders(
@@ -114,7 +114,7 @@ def train_decentralized(
     """Return the weights after each step, by rank; ``gradients[step][rank]`` were computed before
     the averaging (S5.3).
 
-    Without a mode, averaging is that on the ring, and follows the optimizer's step (S5.4).
+    Without a mode, ranks average on the ring, after the optimizer's step (S5.4).
     """
     ranks, history = [start.copy() for _ in gradients[0]], []
     ring = Ring.of([start for _ in nodes or ranks])

@@ -1,8 +1,8 @@
 """The kernels of S1, S3, S5.5 and S7.2 on entire arrays.
 
-An array's numbers are of the dtype named first, held as float32 (float64 for float64), of which
-every operation of NumPy rounds to nearest-even; `stored` then rounds to the dtype. Nothing here
-imports what it judges.
+Arrays hold numbers of the dtype named first as float32 (float64 for float64); every NumPy operation
+on them rounds to nearest-even, and `stored` then rounds to the dtype. This module imports nothing
+of the code under test.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Training of n ranks on local gradients: local SGD and DiLoCo with fragments (S9), in one loop
 over all ranks.
 
-Gradients go in, weights come out: by step, rank and parameter. Weights and gradients are flat NumPy
-arrays of numbers of their dtype, held as float32 (float64 for float64), of which every operation
-rounds to nearest-even. The inner optimizer is SGD; the outer one is torch's own, as its rounding
-is.
+Functions take gradients and return weights: by step, rank and parameter. Weights and gradients are
+flat NumPy arrays of numbers of their dtype, held as float32 (float64 for float64); every operation
+on them rounds to nearest-even. The inner optimizer is SGD; the outer one is torch's own, because
+its rounding is part of the result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The samplers of S7 in plain Python, clause by clause, over lists.
 
-torch is only asked for what the clause takes from it: `torch.randint` and `torch.randperm` of a
-seeded generator.
+torch is used only as far as the clauses require: `torch.randint` and `torch.randperm` of a seeded
+generator.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def stretches_of(
 
 
 FORMULAS: dict[Any, Any] = {"m * h * h": lambda m, h: m * h * h}
-"""Costs of a batch of m samples, the largest of cost h, by the names that golden vectors use."""
+"""Costs of a batch of m samples, the largest of cost h, by the names in golden vectors."""
 
 
 def batch_cost(costs: list[Any], batch: list[int], padded: Any) -> Any:

@@ -20,7 +20,7 @@ __all__ = ["Journal", "last_call"]
 
 _END = "\n---\n"
 _BETWEEN = 10.0
-"""So many time limits may pass between two calls, as computing what is expected takes time."""
+"""Factor of the time limit between two calls, as computing expected values takes time."""
 
 
 class Journal:
@@ -56,7 +56,7 @@ class Journal:
         if self._file is not None:
             said = ""
             if self._records:
-                with contextlib.suppress(Exception):  # what cannot be written down is left out
+                with contextlib.suppress(Exception):  # arguments that cannot be printed are omitted
                     said = assignments(arguments)
             self._file.seek(0)
             self._file.truncate()

@@ -1,6 +1,6 @@
 """Harness of one check: the target's parts with counted calls, worlds of ranks, and comparisons.
 
-Kernels are called between canaries: margins that show writes beside tensors.
+Kernels are called between canaries: guard margins that detect writes outside of tensors.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _NO_CALLS = ("rank", "nranks", "real_threads")
 _PATTERN = 0x7F  # huge or NaN as a float, so that reads beyond the end tend to show, too
 _MARGIN = 64
 _CHANCES = 100
-"""So many worlds may be larger than the target allows, if none has fitted, before a check counts as
-too large for it.
+"""Number of oversized worlds after which a check counts as too large for the target, if none has
+fitted.
 """
 _KEPT = 4
-"""So many calls of kernels are looked at again after later ones."""
+"""Number of recent kernel calls that are checked again after later ones."""
 
 
 class Canary:
@@ -182,11 +182,13 @@ class Lab:
         self.dtype_name = dtype or ""
         self.dtype: torch.dtype = getattr(torch, dtype) if dtype else torch.float32
         self.long_sizes = sizes_beyond(target.tile_sizes) if large else LONG
-        """Numbers of elements of long inputs; each input of a check about these has all of them."""
+        """Numbers of elements of long inputs; each input of a check for long tensors has all of
+        them.
+        """
         self._most_ranks, self._too_many, self._inputs = most_ranks, list[int](), 0
         self._fits = False
         self._kept: list[KernelCall] = []
-        """The last calls of kernels, whose tensors must not change any more."""
+        """Recent kernel calls, whose tensors must not change."""
         self.reason = ""
         self.draw: Callable[[Any], Any]
         self.begin()

@@ -42,8 +42,8 @@ _STATE = {"memories": "a memory", "factors": "a factor"}
 class Training:
     """A training with one of the target's ``algorithms``, and the expected results of every rank.
 
-    `step` and `look` add an action to every rank's program, and say what each rank must return for
-    it; `run` trains and compares.
+    `step` and `look` add an action to every rank's program, with the expected result of each rank;
+    `run` trains and compares.
 
     Attributes:
         lab: the harness, which has the target.
@@ -160,7 +160,7 @@ class Training:
     def nearly(self) -> Tolerance:
         """Return the tolerance of the weights after the next step.
 
-        Each sum over ranks may be rounded in another order, and the difference stays in the
+        Each sum over ranks may be rounded in a different order, and the error remains in the
         weights.
         """
         return EXACT if self.exact else SUM(8 * (self.taken + 2) * (self.n + 2))
@@ -190,7 +190,7 @@ class Training:
         """
         if self.taken in self.before:
             kept = () if self.options.get("shows_gradients") else self._expected[-1][:2]
-            self.look(self.before[self.taken], *kept)  # what keeps weights returns them again
+            self.look(self.before[self.taken], *kept)  # returns the weights unchanged
         for rank, program in enumerate(self._programs):
             program.append((how, self.given[rank][self.taken]))
         self.taken += 1
@@ -318,7 +318,7 @@ class Training:
 class TrainedAlgorithm:
     """An algorithm of a target: the strategies of its trainings, and their expected results.
 
-    Where a value is drawn, a Hypothesis strategy may stand for it.
+    Every drawn value may be a Hypothesis strategy.
 
     Attributes:
         method: name of a method of `ReferenceAlgorithms`.

@@ -18,9 +18,9 @@ STATUSES = (
     "not tried",
     "not covered",
 )
-"""error: no worker has reported it; xfailed: failed as expected; xpassed: passed although expected
-to fail; not tried: another dtype of the check has ended its process, or the run has ended before.
-Errors and xpassed count as failures.
+"""Statuses of a result. error: no worker has reported it; xfailed: failed as expected; xpassed:
+passed although expected to fail; not tried: another dtype of the check has ended its process, or
+the run has ended before. Errors and xpassed count as failures.
 """
 
 _FAILED = ("failed", "error", "xpassed")

@@ -44,14 +44,14 @@ from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 from bagua_ref.conformance.targets.target import Target, capabilities_of, load, resolve
 
 MOST_JOBS = 4
-"""The most workers that run without being asked for."""
+"""Default maximum of workers."""
 
 _NEEDS = {
     "kernels": "kernels",
     "codec": "kernels",
     "collectives": "communicator",
 }
-"""Suite -> the part of a target that it checks; other suites have the name of their part."""
+"""Suite -> part of a target, unless both have the same name."""
 
 Progress = Callable[[int, int, Result], None]
 Row = tuple[Check, str | None]
@@ -384,7 +384,7 @@ def _lacking(target: Target, dtype: str | None) -> str:
         and "float32" not in dtypes
         and (dtype != "float64" or dtype not in dtypes)
     ):
-        names = ["float32"]  # in which they compute 16-bit dtypes, and what they compress
+        names = ["float32"]  # which computes 16-bit numbers, and is compressed
     return ", ".join(names)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 class Workers:
     """A run of pytest whose plugin `bagua_ref_pytest` reports each check.
 
-    Nothing of the user's own pytest takes part: no configuration, no plugins, no options. A worker
-    that dies is replaced; what targets print goes nowhere, so that it cannot mix with a report.
+    The user's own pytest settings are ignored: configuration, plugins and options. A worker that
+    dies is replaced; output of targets is discarded, so that it cannot mix with a report.
 
     Args:
         options: the plugin's options without ``--bagua-``; None is left out.
@@ -56,7 +56,7 @@ class Workers:
                 if not variable.startswith("PYTEST_")
             }
             environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-            environment["TMPDIR"] = name  # what a worker that dies leaves goes with the folder
+            environment["TMPDIR"] = name  # files of a worker that dies are removed with the folder
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             with printed.open("w") as out, open(readable, encoding="utf-8") as lines:
                 pytest = subprocess.Popen(  # noqa: S603 # ours
@@ -73,7 +73,7 @@ class Workers:
                     yield from map(json.loads, lines)
                     self._code = pytest.wait()
                 finally:
-                    # Also what workers have started, such as a program that does not end itself.
+                    # Also processes started by workers, such as a program that does not end itself.
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(pytest.pid, signal.SIGKILL)
                     pytest.wait()

@@ -27,7 +27,7 @@ from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.types import ReduceOp
 
 PROTOCOL = 2
-"""The version of the messages."""
+"""Version of the protocol."""
 
 _KERNELS = sorted(name.strip("_") for name in KernelBackend.__abstractmethods__)
 
@@ -36,8 +36,8 @@ _KERNELS = sorted(name.strip("_") for name in KernelBackend.__abstractmethods__)
 class ProcessTarget:
     """A target implemented by another program, which declares its parts.
 
-    The program's processes end at `end`, when Python collects the target, or with this process.
-    Arguments are checked here, by the base classes, so that it gets valid ones only.
+    The program's processes end at `end`, when Python collects the target, or with this process. The
+    base classes check arguments here, so that the program gets only valid ones.
 
     Args:
         command: the program and its arguments.

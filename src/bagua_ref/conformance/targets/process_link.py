@@ -26,7 +26,7 @@ from bagua_ref.base.untrusted import one_line
 from bagua_ref.conformance.cases.tensor_files import CODES, bytes_of, name_of
 
 DTYPES = {name_of(dtype): dtype for dtype in CODES if dtype is not torch.uint64}
-"""The dtypes of tensors in messages, by their names there."""
+"""Name in messages -> dtype of tensors."""
 
 
 class ProgramError(RuntimeError):
@@ -73,7 +73,7 @@ class Program:
         ours.settimeout(seconds)
         self._stream = ours.makefile("rwb")
         self.end = weakref.finalize(self, _end, self._process, ours)
-        """Kill the process."""
+        """Kills the process when called."""
 
     @property
     def busy(self) -> bool:
@@ -122,8 +122,8 @@ class Program:
                     raise ValueError(f"it has {_kinds(found)}, not {_kinds(wanted)}")
             except TimeoutError:
                 raise self._failure(request, f"no answer within {self.seconds:g} s") from None
-            except Exception as error:  # whatever a program says
-                ended = not line.endswith(b"\n")  # the program has, before the end of its answer
+            except Exception as error:  # any malformed answer
+                ended = not line.endswith(b"\n")  # before the end of its answer
                 wrong = f"{type(error).__name__}: {error}; the answer was {line[:500]!r}"
                 raise self._failure(request, self._how_ended() if ended else wrong) from None
             self.broken = False

@@ -21,8 +21,9 @@ from bagua_ref.formulas.graphs import in_turn
 from bagua_ref.groups.process_group import init_process_group
 
 Gradients = dict[int, "Tensor"]
-"""One rank's gradients in one step: the parameter's place -> its gradient, in the order in which
-they become ready. Parameters that the rank does not use in this step are missing."""
+"""One rank's gradients in one step, by the parameter's index, in the order in which they become
+ready. Unused parameters are missing.
+"""
 
 Action = tuple[Any, ...]
 """An action of a program with its arguments, such as ``("step", gradients)``; the suite's page
@@ -241,7 +242,7 @@ class _Training:
             return [w.detach().clone() for w in self.module.weights]
 
     def _memories(self) -> list[Tensor | None]:
-        # waits for what is in flight, which changes them
+        # waits for operations in flight, which change the memories
         state = self.module.bagua_algorithm.state_dict()
         kept = self._by_place(state.get("memories", {}))
         return [

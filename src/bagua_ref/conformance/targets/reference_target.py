@@ -41,7 +41,7 @@ class ReferenceTarget:
     @cached_property
     def samplers(self) -> Any:
         """The package's own samplers."""
-        from bagua_ref import contrib  # which other parts do without
+        from bagua_ref import contrib  # not needed by other parts
 
         return contrib
 

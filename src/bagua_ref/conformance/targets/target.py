@@ -21,7 +21,7 @@ PARTS = ("kernels", "communicator", "comm_ops", "algorithms", "samplers")
 _KERNELS = ("codecs", *(name[1:] for name in KernelBackend.__abstractmethods__))
 
 TAIL = 7
-"""Elements beyond a block: fewer than any vector has, and no multiple of one."""
+"""Number of elements beyond a block: fewer than any vector has, and no multiple of that."""
 
 LONG = (2**17 + TAIL,)
 """Numbers of elements of long inputs in all profiles but "large"."""

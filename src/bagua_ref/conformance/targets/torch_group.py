@@ -27,8 +27,8 @@ _TIMEOUT = timedelta(seconds=10)
 class TorchGroup(Communicator):
     """The collectives of S3.9 on a ``ProcessGroup``, called as torch.distributed calls them.
 
-    Movement goes as bytes, so any dtype does; reductions are the group's own, but for a mean, which
-    is its sum divided. What does not fit is refused before the group is called.
+    Data is moved as bytes, so every dtype works; reductions are the group's own, except for a mean,
+    which is its sum divided. Invalid arguments are rejected before the group is called.
 
     Args:
         group: a ``torch.distributed.ProcessGroup`` or an object with its methods.

@@ -14,7 +14,7 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.simulation import SimulatedWorld
 
 MOST_RANKS = {"collectives": 9, "comm_ops": 18, "algorithms": 12}
-"""The largest worlds of each suite that has worlds."""
+"""Maximal number of ranks of each suite with worlds."""
 
 
 @dataclass(frozen=True)

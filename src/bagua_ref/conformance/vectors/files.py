@@ -39,8 +39,8 @@ class VectorsError(Exception):
 def export_vectors(directory: Path) -> int:
     """Write all cases to a folder; return their number.
 
-    For each suite there are ``SUITE.inputs.safetensors`` and ``SUITE.expected.safetensors``, and for
-    all the manifest and its JSON schema.
+    Each suite has ``SUITE.inputs.safetensors`` and ``SUITE.expected.safetensors``; all suites share
+    the manifest and its JSON schema.
 
     Args:
         directory: folder to create; if it exists, it must be empty.
@@ -174,7 +174,7 @@ def check_outputs(outputs: Path, *, only: Collection[Collection[str]] = ()) -> V
     for case in selected:
         named = {name: found.pop(f"{case.id}:{name}", ("", None))[1] for name in case.outputs}
         verdicts.append(_judge(case, named))
-    for name, (file, _) in found.items():  # what no case has taken
+    for name, (file, _) in found.items():  # tensors without a case
         if name.partition(":")[0] not in others:
             problems[f"{file}: {name}"] = "extra: no case has such an output"
     return VectorsReport(verdicts, problems, len(others))

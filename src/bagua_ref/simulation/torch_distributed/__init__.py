@@ -60,7 +60,7 @@ _LIBRARIES = (
     ("accelerate.state", "AcceleratorState", "_shared_state"),
     ("accelerate.state", "GradientState", "_shared_state"),
 )
-"""Classes of libraries, and their attributes that belong to a process."""
+"""Process-wide attributes of libraries' classes: module, class, attribute."""
 
 _numpy_random: Any = np.random
 _environ: Any = os.environ
@@ -77,14 +77,14 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "recording of warnings": (warnings, "_showwarnmsg_impl"),
     "module locks": (importlib.import_module("importlib._bootstrap"), "_module_locks"),
 }
-"""The attributes that hold what belongs to a process, by name: objects and names of attributes."""
+"""Process-wide state by name: objects and names of attributes."""
 
 
 class ProcessState(RankState):
     """A rank's environment, arguments, modules, random generators and groups of
     `torch.distributed`.
 
-    Putting it into the process exchanges references, so that a switch between ranks costs a few
+    Restoring the state exchanges references, so that a switch between ranks costs a few
     microseconds.
 
     Args:
@@ -92,11 +92,11 @@ class ProcessState(RankState):
     """
 
     values: dict[str, Any]
-    """What the attributes in `_PLACES` hold, by the same names."""
+    """The values of the attributes in `_PLACES`, by the same names."""
 
     def __init__(self, identity: Identity | None) -> None:
         self.modules: dict[str, ModuleType | None] = {}
-        """The modules of which the rank has its own, by name; None: not imported, or in use."""
+        """The rank's own modules, by name; None: not imported, or in use."""
         self.group_names = torch_hooks.GroupNames()
         super().__init__()
         self._save_references()
@@ -267,7 +267,7 @@ def _restore_environment(states: Sequence[ProcessState]) -> None:
 
 
 _running: list[Scheduler] = []
-"""The scheduler of the run under way, if any."""
+"""The scheduler of the current run, if any."""
 
 
 def _forget_simulation() -> None:

@@ -116,7 +116,7 @@ _ANSWERS: dict[str, Any] = {
         "set_rng_state_all",
     )
 )
-"""What functions of ``torch.cuda`` and ``torch.accelerator`` return on simulated ranks."""
+"""Return values of functions of ``torch.cuda`` and ``torch.accelerator`` on simulated ranks."""
 
 
 def _local_rank() -> int:
@@ -137,7 +137,7 @@ _FUNCTIONS: dict[str, Any] = {
     "device": contextlib.nullcontext,
     "device_index": contextlib.nullcontext,
 }
-"""Those that compute something."""
+"""Replacements of functions that compute something."""
 
 
 def replace_cuda(replacements: Replacements) -> None:

@@ -20,10 +20,10 @@ from bagua_ref.simulation.tasks import call_site, place
 from bagua_ref.simulation.torch_distributed.processes import Replacements
 
 _METADATA = ("empty", "zeros", "ones", "rand", "full", "new_", "lift_fresh", "_unsafe_view", "sym_")
-"""How the names of operations begin that read no elements of their arguments, beside views."""
+"""Name prefixes of operations, other than views, that read no elements of their arguments."""
 
 _TRANSPARENT = ("DTensor", "AsyncCollectiveTensor")
-"""Subclasses whose operations are seen once more, on their parts: an AsyncCollectiveTensor waits
+"""Subclasses whose operations are dispatched again for their parts: an AsyncCollectiveTensor waits
 first.
 """
 
@@ -31,10 +31,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 _OWN = str(Path(__file__).parents[2]) + os.sep
 _PASSED = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).with_name("cpu.py")))
-"""Files through which a program's operations pass."""
+"""Paths of files through which a program's operations pass."""
 
 _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""Operations whose tensors have any values."""
+"""Operations that return uninitialised tensors."""
 
 _BYTE = 0x5A
 """As a float32 1.5e16; as an integer it is far from any index."""
@@ -56,8 +56,8 @@ class WatchedOperations(_Mode):
     """Mode that ends the run when the calling thread accesses a tensor of one of its rank's
     operations in flight.
 
-    What an operation sends must not be written, and what it receives neither read nor written, from
-    its start until its work is waited for, is found completed or is dropped.
+    An operation's inputs must not be written, and its outputs neither read nor written, from its
+    start until its work is waited for, is found completed or is dropped.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

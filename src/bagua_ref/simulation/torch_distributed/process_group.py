@@ -25,7 +25,7 @@ _OPERATIONS = {
 }
 
 Lists = Sequence[Sequence[Tensor]]
-"""For each rank, in rank order, its tensors."""
+"""Lists of tensors, one list per rank, in rank order."""
 
 _ProcessGroup: Any = dist.ProcessGroup  # whose stubs differ by version
 

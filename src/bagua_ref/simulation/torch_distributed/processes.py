@@ -1,9 +1,9 @@
 """Process-level features of a simulated rank: threads, locks and clocks, other processes, signals,
 and modules.
 
-What belongs to the process is replaced for the time of a run. Threads that the user's modules or
-executors start are scheduled, and the locks that they make let other threads go on. Threads and
-locks of libraries stay as they are: a data loader's threads talk to real processes.
+Process-wide functions are replaced for the duration of a run. Threads that the user's modules or
+executors start are scheduled, and their locks yield to other threads. Threads and locks of
+libraries stay as they are: a data loader's threads talk to real processes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _LOCKS = ("threading.py", "queue.py")
 """Modules that make locks for their callers."""
 
 _REAL_LOCKS = (*_LOCKS, "<frozen importlib._bootstrap>")
-"""Those, and Python's imports, of which each rank has its own locks anyway."""
+"""Modules that make locks, and Python's imports; each rank has locks of its own there anyway."""
 
 _OWN = str(Path(__file__).parents[2])
 
@@ -203,15 +203,15 @@ class RankLock:
     """
 
     scheduler: Scheduler | None = None
-    """Of the run under way."""
+    """The scheduler of the current run."""
 
     def __init__(self, reentrant: bool, is_users: bool = False) -> None:
         self._reentrant, self.is_users = reentrant, is_users
         self._simulated = weakref.WeakKeyDictionary[Scheduler, dict[int, Any]]()
         self.shared = _real_lock()
-        """Held while a thread that is not simulated holds the lock, or any rank."""
+        """Lock held while a thread that is not simulated, or any rank, holds this lock."""
         self.holders = 0
-        """The number of ranks that hold it."""
+        """The number of ranks that hold this lock."""
         self._creator = self._own() if is_users else self._wrapped(self.shared)
 
     def _wrapped(self, block: Any) -> Any:

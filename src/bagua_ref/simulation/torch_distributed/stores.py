@@ -53,8 +53,8 @@ _ADDRESSES: dict[str, Callable[..., tuple[tuple[Any, ...], Any]]] = {
     "FileStore": lambda file_name, world_size=-1: ((str(file_name),), None),
     "HashStore": lambda: ((current_world().identity.rank, 0), None),
 }
-"""Address, of which 0 stands for a free port, and timeout, from the arguments of torch's
-classes.
+"""Functions from the arguments of torch's classes to the address, in which 0 is a free port, and
+the timeout.
 """
 
 
@@ -77,7 +77,7 @@ class SimulatedStore(Store):
     """
 
     kind = "Store"
-    """The name of torch's class that it stands for."""
+    """The name of the replaced torch class."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The private parts of torch that the simulated `torch.distributed` uses or replaces, collected in
 one place.
 
-They are replaced only during a run, and let other threads than the simulated ones pass through.
+They are replaced only during a run; threads that are not simulated use the originals.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from bagua_ref.simulation.torch_distributed.work import wait_first, works_of_bac
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # the package has a function of this name
 
 SUPPORTED = ("2.13", "2.14")
-"""The versions of torch with which the tests have run."""
+"""The tested versions of torch."""
 
 BACKEND = "bagua_ref_simulated"
-"""The name under which torch knows the simulated process groups."""
+"""The name of the simulated backend in torch."""
 
 WORLD = (distributed_c10d, "_world")
 """The attribute that holds torch's Python state of process groups."""

@@ -1,8 +1,8 @@
 """Handles of simulated operations that do not block, and their futures.
 
-What an operation writes on its rank becomes visible as late as torch allows: when its work is
-waited for, found to be completed, synchronized, or its future is used. Until then it holds NaN, so
-that a program that reads it too early computes NaN.
+The outputs of an operation become visible on its rank as late as torch allows: when its work is
+waited for, found to be completed, or synchronized, or its future is used. Until then they hold NaN,
+so that a program that reads them too early computes NaN.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class SimulatedWork(dist.Work):
         self.call, self._result, self._parts = call, result, parts
         self._outputs: Sequence[Tensor] = ()
         self._values: Sequence[Tensor] = ()
-        """What the operation writes in place of its outputs until they are delivered."""
+        """The results of the operation, written to its outputs on delivery."""
         self._inputs: Sequence[Tensor] = ()
         self._readable: Sequence[Tensor] = ()
-        """The inputs that are parts of outputs."""
+        """The inputs that are parts of outputs and may be read."""
         self._delivered = False
         self._future: SimulatedFuture | None = None
         works_of_backward.note(self)
@@ -245,8 +245,8 @@ class _WorksOfBackward:
     at its end.
 
     A data-parallel reducer takes futures in C++ and waits for them in a callback of its own,
-    without letting other ranks go on. The first operation of a backward queues a callback that
-    comes before the reducer's.
+    without yielding to other ranks. The first operation of a backward pass queues a callback that
+    runs before the reducer's.
     """
 
     def __init__(self) -> None:
@@ -304,7 +304,7 @@ def promptly(lines: Container[tuple[str, int]]) -> Iterator[None]:
     """Make operations started at these lines of user code read their inputs at once, and write when
     they are complete.
 
-    The results of a program change by this only if it uses tensors of an operation under way.
+    This changes the results of a program only if it uses tensors of an operation in progress.
     """
     global _prompt
     _prompt = lines
