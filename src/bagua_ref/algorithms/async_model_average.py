@@ -34,17 +34,18 @@ class AsyncModelAverageAlgorithm(Algorithm):
     every rank trains at its own speed (S5.6, S3.6).
 
     Ranks need not take the same number of steps; call ``model.bagua_algorithm.abort(model)`` on
-    every rank before evaluating. ``destroy_process_group()`` and the end of the interpreter do so,
-    too, and wait for the other ranks.
+    every rank before evaluating. ``destroy_process_group()`` and the exit of the interpreter also
+    call it, and wait for the other ranks.
 
     Args:
         peer_selection_mode: "all": the mean over all ranks.
         sync_interval_ms: milliseconds between the end of a round and the next; 0: no rounds.
-        warmup_steps: steps of gradient all-reduce before that.
+        warmup_steps: number of first steps, which all-reduce gradients instead.
 
     Raises:
-        ValueError: another peer_selection_mode, a negative interval or number of steps.
-        TypeError: an interval that is no number, or steps that are no int.
+        ValueError: peer_selection_mode is not "all", or the interval or the number of steps is
+            negative.
+        TypeError: the interval is not a number, or the number of steps is not an int.
 
     Source: asynchronous model average of Bagua 0.9.
     """
@@ -223,7 +224,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def abort(self, bagua_ddp: Any = None, *, bagua_module: Any = None) -> None:
         """Stop averaging on all ranks; wait until all of them have called this (S5.6).
 
-        Collective; may be called in any state, and again before `resume`, which does nothing. There
+        Collective. Can be called in any state; a second call before `resume` has no effect. There
         is no final averaging.
 
         Args:

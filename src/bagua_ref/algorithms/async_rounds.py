@@ -54,16 +54,16 @@ class AveragingThread:
 
     Args:
         world: starts the thread.
-        meter: counts for the training.
-        name: the module's.
-        buckets: of weights, each with one asynchronous operation.
-        group: used by this thread only; closed when training ends, so that a waiting thread ends,
-            too.
+        meter: counters of the training.
+        name: name of the module.
+        buckets: buckets of weights, each with one asynchronous operation.
+        group: group used by this thread only; it is closed when training ends, which also ends a
+            waiting thread.
         interval: seconds between the end of a round and the next.
 
     Attributes:
-        release: refers to the function by which training gives up the weights, before it waits for
-            the thread.
+        release: reference to the function that releases training's weight locks; called before
+            waiting for the thread.
     """
 
     def __init__(
@@ -217,15 +217,15 @@ class WeightLockHooks:
     """Hooks that lock the weights from each training forward pass to the end of its backward pass,
     and during ``optimizer.step`` (S5.6).
 
-    The hold always ends: when a forward pass or step raises, when the graph of the output is freed,
-    when the backward pass completes or fails, and at the latest at the next forward pass,
+    A lock is always released: when a forward pass or step raises, when the graph of the output is
+    freed, when the backward pass completes or fails, and at the latest at the next forward pass,
     ``eval()``, step or abort.
 
     Args:
-        module: acquires the locks in its training forward passes.
-        optimizers: acquire them in their steps.
+        module: the module whose training forward passes acquire the locks.
+        optimizers: optimizers whose steps acquire the locks.
         ops: operations that own the locks.
-        meter: counts the time that training waits for the weights.
+        meter: counter of the time that training waits for the weights.
     """
 
     def __init__(
@@ -350,8 +350,8 @@ class _Release:
     """Release of a weight lock when the backward pass through a graph ends, or at the next
     `collect` after the graph was freed.
 
-    The graph keeps one, and the autograd engine another one during the backward pass, which it
-    frees, uncalled, if that fails.
+    The graph holds one instance. During the backward pass, the autograd engine holds another, which
+    it frees without a call if the pass fails.
     """
 
     def __init__(self, hold: _Hold, dropped: list[_Hold]) -> None:

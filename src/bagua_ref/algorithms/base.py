@@ -45,20 +45,20 @@ class TrainingContext(NotCopied):
 
     Attributes:
         process_group: the training's own group, which only its background worker uses.
-        bagua_module_name: unique in this process.
+        bagua_module_name: the module's name, unique in this process.
         bagua_buckets: the buckets in the order in which they are scheduled.
-        bagua_optimizers: as passed when wrapping.
+        bagua_optimizers: the optimizers passed when wrapping.
         bagua_train_step_counter: training forward passes begun so far; the current step is one
             less.
-        algorithm: as passed when wrapping.
+        algorithm: the algorithm passed when wrapping.
         bagua_algorithm: the implementation in use.
-        steps_of_optimizers: the steps that each optimizer has taken.
-        world: this rank's; starts threads.
+        steps_of_optimizers: the number of steps of each optimizer.
+        world: this rank's world, which starts threads.
         kernel_backend: the ``backend`` argument of wrapping.
         shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
         rounds: the rounds of communication.
-        loads: how often the state of the module, or of a part of it, was loaded.
-        unused: the parameters that no rank has used in the round under way (S2.5).
+        loads: number of times that the state of the module, or of a part of it, was loaded.
+        unused: the parameters that no rank has used in the current round (S2.5).
         has_batches: False while this rank has run out of batches in `bagua_ref.join`.
         engine: ``mark_ready(tensor)`` and ``gradient_ready(name, parameter)`` schedule,
             ``wait_pending_comm_ops()`` waits.
@@ -149,7 +149,7 @@ class AlgorithmImpl(NotCopied):
 
     Args:
         process_group: the group to communicate in.
-        options: the algorithm that it implements, with its options.
+        options: the algorithm object, which holds the options.
     """
 
     def __init__(self, process_group: Group, options: Any = None) -> None:
@@ -275,7 +275,7 @@ class AlgorithmImpl(NotCopied):
         """Return the state that a checkpoint needs, besides that of model and optimizers, to
         continue exactly where it was saved.
 
-        Each rank saves its own. Subclasses add to it.
+        Each rank saves its own state. Subclasses add entries.
         """
         kept = {entry: store.state() for entry, store in self.stores.items()}
         return {**self._origin(), **self.counters(), **kept}
@@ -287,15 +287,15 @@ class AlgorithmImpl(NotCopied):
         It does not communicate.
 
         Args:
-            state: what `state_dict` returned; with entries of `rank_state`, on the same rank of as
-                many ranks.
-            drop_local: take the state of any rank of any number of ranks, without these entries:
-                memories start at zero.
+            state: a result of `state_dict`; if it has entries of `rank_state`, it must come from
+                the same rank of the same number of ranks.
+            drop_local: ignore these entries, so that the state can come from any rank of any number
+                of ranks; residuals start at zero.
 
         Raises:
             ValueError: it is a state of another algorithm, version or model, of another rank, or of
                 other shards of parameters (FSDP2); nothing has been loaded.
-            RuntimeError: the algorithm works in the background; the message says how to stop it.
+            RuntimeError: background averaging is running; the message says how to stop it.
         """
         self.check_idle()
         state = {
@@ -364,7 +364,7 @@ class AlgorithmImpl(NotCopied):
         """Handle the end of an optimizer step that must not communicate, as after a forward pass
         under `no_sync`.
 
-        After the other steps, the post-optimizer-step hook is called.
+        After all other steps, the post-optimizer-step hook is called instead.
         """
 
     def need_reset(self) -> bool:
@@ -460,12 +460,12 @@ class Algorithm:
         before wrapping sends or changes anything.
 
         Args:
-            parameters: those that take part, by name, in the order of ``named_parameters()``.
-            optimizers: as passed when wrapping.
+            parameters: the parameters to train, with names, in the order of ``named_parameters()``.
+            optimizers: the optimizers passed when wrapping.
 
         Raises:
             ValueError: optimizers are missing.
-            TypeError: a parameter is float64, which these options do not take.
+            TypeError: a parameter is float64, which these options do not support.
         """
         own_name = GlobalAlgorithmRegistry.name_of(self)
         for name, parameter in parameters:

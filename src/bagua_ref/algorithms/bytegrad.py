@@ -29,14 +29,14 @@ class ByteGradAlgorithm(Algorithm):
 
     Args:
         hierarchical: full precision inside nodes, compressed between their leaders (S3.3).
-        average: the mean instead of the sum.
+        average: compute the mean instead of the sum.
         compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12).
-        error_feedback: keep what compression leaves out, in float32, and add it to the next round's
+        error_feedback: keep compression errors, in float32, and add them to the next round's
             gradients (S11.1).
 
     Raises:
         ValueError: there is no such codec.
-        TypeError: error_feedback is no bool.
+        TypeError: error_feedback is not a bool.
 
     >>> ByteGradAlgorithm(compression="OneBit", error_feedback=True).error_feedback
     True

@@ -25,8 +25,8 @@ class CompressedGradients(Algorithm):
     """Options of an algorithm that compresses gradients after a warm-up.
 
     Attributes:
-        warmup_steps: the last step with exact means.
-        has_memory: whether ranks keep what compression leaves out.
+        warmup_steps: number of first steps, with exact means.
+        has_memory: whether ranks keep compression errors for the next round.
     """
 
     takes_shards = True
@@ -49,12 +49,12 @@ class CompressedGradientsImpl(AlgorithmImpl):
 
     Args:
         process_group: the group to communicate in.
-        options: of the algorithm.
+        options: the algorithm object, which holds the options.
 
     Attributes:
-        rounds: compressed rounds so far.
-        memories: what compression has left out on this rank.
-        factors: what the last round has left for the next one, equal on all ranks.
+        rounds: number of compressed rounds so far.
+        memories: residuals of compression on this rank.
+        factors: low-rank factors of the last round, used by the next one; equal on all ranks.
     """
 
     # all ranks step with the same gradients; steps are counted to tell when the warm-up is over

@@ -53,8 +53,8 @@ class DecentralizedAlgorithm(Algorithm):
     the weights before averaging.
 
     Args:
-        hierarchical: average inside nodes, communicate between their leaders. In what follows,
-            ranks are then leaders.
+        hierarchical: average inside nodes, and communicate between their leaders. "Rank" below then
+            means a leader.
         peer_selection_mode: what each rank averages; t counts averagings from 0, n is the number of
             ranks.
 
@@ -72,10 +72,10 @@ class DecentralizedAlgorithm(Algorithm):
             the first one averages.
 
     Raises:
-        ValueError: an unknown mode, an interval below 1; on wrapping: a mode that does not take so
-            many ranks, a function whose first graph is not doubly stochastic, or differs between
-            ranks.
-        TypeError: an interval that is no int.
+        ValueError: the mode is unknown, or the interval is below 1; when wrapping: the mode does
+            not support this number of ranks, or the first graph of a function is not doubly
+            stochastic or differs between ranks.
+        TypeError: the interval is not an int.
 
     >>> def lazy_ring(t, n):
     ...     return [[(r, 0.75), ((r - 1) % n, 0.25)] for r in range(n)]
@@ -212,12 +212,12 @@ class GraphGuard:
     """Guard that raises an error if a backward pass runs after the weights of its forward pass were
     overwritten.
 
-    Without it, torch refuses most of them, by an error that names a version of a tensor. Those that
-    save no weights, or compute with them again, as checkpoints do, would mix old weights with new
-    ones.
+    Without the guard, torch raises an error about a tensor's version for most such passes. Graphs
+    that save no weights, or that recompute with them, as checkpoints do, would mix old and new
+    weights.
 
     Args:
-        message: the error's text.
+        message: text of the error.
     """
 
     def __init__(self, message: str) -> None:

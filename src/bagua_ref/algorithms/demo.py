@@ -36,23 +36,23 @@ class DemoAlgorithm(CompressedGradients):
     "Stat2", 14 bits.
 
     Args:
-        top_k: elements that are sent of each chunk.
-        chunk: the longest side of a chunk, from 1 to 64: the largest divisor of the gradient's rows
-            or columns up to this.
-        decay: of the momentum, from 0 to 1.
+        top_k: number of elements to send of each chunk.
+        chunk: maximum side of a chunk, from 1 to 64; the side is the largest divisor of the
+            gradient's rows or columns up to this.
+        decay: decay of the momentum, from 0 to 1.
         transform: "dct", or None: components are the elements of p themselves.
         sign: apply the sign of each element of the result, -1, 0 or 1.
         mean: "all": divide by the number of ranks; "contributors": each component by the number of
             ranks whose value there is not 0.
-        compression: of the values: None, "Stat2", or the name of a codec, one of
+        compression: compression of the values: None, "Stat2", or the name of a codec, one of
             `bagua_ref.list_codecs`.
-        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm`
-            takes them, bit for bit.
+        warmup_steps: number of first steps, on exactly averaged gradients, bit for bit as with
+            `GradientAllReduceAlgorithm`.
 
     Raises:
-        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer
+        ValueError: an argument is out of range; when wrapping: there is a warm-up, but no optimizer
             was passed.
-        TypeError: an argument is of another type; on wrapping: float64 parameters.
+        TypeError: an argument has the wrong type; when wrapping: a parameter is float64.
 
     >>> DemoAlgorithm(top_k=8, sign=False).decay
     0.999

@@ -50,9 +50,9 @@ class DiLoCoAlgorithm(Algorithm):
     """DiLoCo: every rank trains on its own gradients; at intervals, an outer optimizer updates
     shared global weights (S9.2 to S9.6).
 
-    Loading weights into the module (``model.load_state_dict``, on all ranks) makes them g, with a new
-    outer optimizer state, unless they are those of a step since g last changed. Weights that are
-    set back otherwise to those of an earlier step are refused in the next exchange.
+    Loading weights into the module (``model.load_state_dict``, on all ranks) makes them g, with a
+    new outer optimizer state, unless they are those of a step since g last changed. If weights are
+    set back to those of an earlier step by other means, the next exchange raises an error.
 
     The global weights g start as the weights x of the first local step. Every ``period`` steps, ``D
     = mean over ranks of (g - x)`` becomes the gradient with which the outer optimizer updates g,
@@ -75,35 +75,34 @@ class DiLoCoAlgorithm(Algorithm):
 
     Args:
         period: steps after which every fragment has been sent once.
-        outer_optimizer: makes an optimizer of a list of tensors, the part of g in a fragment;
-            called for each fragment when the module is wrapped. None: ``SGD(lr=0.7, momentum=0.9,
-            nesterov=True)``, or with ``top_k``, ``SGD(lr=1)``.
-        fragments: their number P, which splits the parameters into contiguous parts of about equal
-            size, or lists of parameter names in which each trained parameter stands exactly once.
+        outer_optimizer: factory that returns an optimizer for a list of tensors, the part of g in a
+            fragment; called for each fragment when the module is wrapped. None: ``SGD(lr=0.7,
+            momentum=0.9, nesterov=True)``, or with ``top_k``, ``SGD(lr=1)``.
+        fragments: the number P of fragments, contiguous parts of the parameters of about equal
+            size; or lists of parameter names, in which each trained parameter occurs exactly once.
         delay: steps from sending a fragment to applying its mean, from 0 to gap - 1. With 0,
             training waits for the mean.
         mix: the share of x that a rank keeps when a fragment is applied, from 0 (x becomes g) to 1
             (x stays).
-        warmup_steps: steps on averaged gradients first, as `GradientAllReduceAlgorithm` takes them,
-            bit for bit.
+        warmup_steps: number of first steps, on averaged gradients, bit for bit as with
+            `GradientAllReduceAlgorithm`.
         compression: None, or the name of a codec, one of `bagua_ref.list_codecs` (S3.2, S4, S12);
             with ``top_k`` also "Stat2", two bits per value (S15.3).
-        error_feedback: keep what compression leaves out, in float32, and add it to the fragment's
-            next difference (S11.1). With ``top_k`` there always is an error memory; leave this
-            False.
-        top_k: elements that are sent of each chunk; None: all, by way of S3.1 or S3.2.
-        chunk: the longest side of a chunk, from 1 to 64: the largest divisor of the weight's rows
-            or columns up to this.
-        error_decay: the part of the error memory that is added, from 0 to 1.
+        error_feedback: keep compression errors, in float32, and add them to the fragment's next
+            difference (S11.1). Must be False with ``top_k``, which always has an error memory.
+        top_k: number of elements to send of each chunk; None: all, by S3.1 or S3.2.
+        chunk: maximum side of a chunk, from 1 to 64; the side is the largest divisor of the
+            weight's rows or columns up to this.
+        error_decay: factor of the error memory when it is added, from 0 to 1.
         mean: "all": divide by the number of ranks; "contributors": each element by the number of
             ranks whose value there is not 0, which needs ``top_k``.
 
     Raises:
-        ValueError: an argument is out of range, or needs ``top_k``; on wrapping: no optimizer was
-            passed, more fragments than parameters, lists of names that do not fit the module, an
-            outer optimizer of other tensors.
-        TypeError: an argument is of another type; on wrapping: float64 parameters with compression
-            or ``top_k``, an ``outer_optimizer`` that returns something else.
+        ValueError: an argument is out of range, or needs ``top_k``; when wrapping: no optimizer was
+            passed, there are more fragments than parameters, the lists of names do not match the
+            module, or the outer optimizer holds other tensors.
+        TypeError: an argument has the wrong type; when wrapping: float64 parameters with
+            compression or ``top_k``, or ``outer_optimizer`` does not return an optimizer.
 
     >>> DiLoCoAlgorithm(period=32, fragments=4, delay=2, mix=0.5).gap
     8
@@ -487,11 +486,11 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         waiting for it.
 
         All of it is equal on all ranks, and loads into any number of them; with error feedback,
-        this rank's memories come in addition. Its keys are the same at any time, so that
+        this rank's residuals come in addition. Its keys are the same at any time, so that
         torch.distributed.checkpoint can load it into a new training; it takes a tuple as a whole.
 
         Raises:
-            CommunicationError: what is in flight does not arrive.
+            CommunicationError: the mean in flight does not arrive.
         """
         if self._in_flight is not None:
             self._in_flight.wait(self.context.engine)

@@ -60,7 +60,7 @@ def split_into_fragments(sizes: Sequence[int], count: int) -> list[int]:
     s/2) / total), f_(i-1) + 1, P - 1), P - N + i)`` and ``f_(-1) = -1``.
 
     Args:
-        sizes: N numbers of bytes, in the order of ``named_parameters()``.
+        sizes: sizes of the N parameters in bytes, in the order of ``named_parameters()``.
         count: P, from 1 to N.
 
     >>> split_into_fragments([400, 4, 400, 4, 400, 4], 3)
@@ -81,12 +81,12 @@ def named_fragments(
     """Return the parameter names of each fragment.
 
     Args:
-        fragments: their number, or the names in each.
-        parameters: the trained ones by name, in the order of ``named_parameters()``.
+        fragments: the number of fragments, or the names in each.
+        parameters: the trained parameters with names, in the order of ``named_parameters()``.
 
     Raises:
-        ValueError: more fragments than parameters; lists in which a trained parameter is missing or
-            stands twice, or which name something else.
+        ValueError: there are more fragments than parameters; or a trained parameter is missing from
+            the lists or occurs twice, or a name is not that of a trained parameter.
     """
     names = [name for name, _ in parameters]
     if isinstance(fragments, int):
@@ -120,13 +120,13 @@ class Fragment:
     """A part of the parameters, its global copy g, and the outer optimizer that updates g.
 
     Args:
-        names: of the parameters.
-        parameters: their weights are x.
-        outer_optimizer: makes the optimizer from g.
+        names: names of the parameters.
+        parameters: the parameters, whose values are x.
+        outer_optimizer: factory of the optimizer, called with g.
 
     Attributes:
-        copies: g: a parameter of float32, float64 for float64, for each of the parameters, in its
-            shape, and its strides if it is dense.
+        copies: g: for each parameter a copy in float32 (float64 for float64), with its shape, and
+            its strides if it is dense.
         parts: g by name, one dict for each dtype and device.
         optimizer: the outer optimizer.
 
@@ -227,14 +227,16 @@ class Trail:
     step.
 
     g - x is progress only if x came from g by local steps. It is not if x was set back to weights
-    from before g last changed; weights that were clipped, or swapped and swapped back, are no such.
+    from before g last changed. Weights that were clipped, or swapped and swapped back, do not count
+    as set back.
 
     Args:
-        weights: eight of their elements are sampled.
+        weights: the weights, of which eight elements are sampled.
 
     Attributes:
         went_back: whether a step began with weights from before g last changed.
-        is_new: whether the last one began with other weights than those of steps since then.
+        is_new: whether the last step began with weights that no step since g last changed had
+            produced.
     """
 
     def __init__(self, weights: Sequence[Parameter]) -> None:
@@ -289,11 +291,11 @@ class InFlight:
     over ranks on arrival.
 
     Attributes:
-        fragment: its place.
+        fragment: index of the fragment.
         due: t of the step after which it is applied.
-        mean: what is sent, by name.
-        missing: the number of buckets that have not arrived.
-        undo: functions that restore the error memories from before sending.
+        mean: the sent differences, then their mean, by name.
+        missing: number of buckets whose mean has not arrived.
+        undo: functions that restore the error memories to their state before sending.
     """
 
     fragment: int
@@ -315,7 +317,8 @@ class InFlight:
         """Wait until the mean has arrived.
 
         Raises:
-            CommunicationError: it will not come, also if an earlier wait has said so.
+            CommunicationError: the mean will not arrive, even if an earlier wait has already raised
+                this.
         """
         engine.wait_pending_comm_ops()
         if self.missing:

@@ -19,7 +19,7 @@ class GradientAllReduceAlgorithm(Algorithm):
 
     Args:
         hierarchical: reduce inside nodes, all-reduce between their leaders, broadcast (S3.3).
-        average: the mean instead of the sum.
+        average: compute the mean instead of the sum.
 
     Source: Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
     """

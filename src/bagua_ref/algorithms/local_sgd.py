@@ -37,15 +37,15 @@ class LocalSGDAlgorithm(Algorithm):
 
     Args:
         period: steps from one averaging to the next, at least 1.
-        warmup_steps: steps on averaged gradients before that.
+        warmup_steps: number of first steps, on averaged gradients.
         offset: from 0 to period - 1. With 0, step ``period`` of the local phase is the first to
             average; with 1, its first step.
         hierarchical: average gradients inside each node after each backward pass of the local
             phase, too (post-local SGD).
 
     Raises:
-        ValueError: an argument is out of range; on wrapping: no optimizer was passed.
-        TypeError: an argument that is no int, or hierarchical that is no bool.
+        ValueError: an argument is out of range; when wrapping: no optimizer was passed.
+        TypeError: a number is not an int, or hierarchical is not a bool.
 
     >>> LocalSGDAlgorithm(period=8, warmup_steps=100)
     LocalSGDAlgorithm(period=8, warmup_steps=100, offset=0, hierarchical=False)
@@ -87,7 +87,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
 
     Args:
         process_group: the group to communicate in.
-        options: of the algorithm, which has ``rounds()``, those of the local phase.
+        options: the algorithm object, whose ``rounds()`` is the schedule of the local phase.
     """
 
     # after the warm-up, buffers, weights and optimizers stay local
@@ -192,7 +192,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
         """Handle the end of an optimizer step in the local phase.
 
         Args:
-            has_round: whether its round begins now.
+            has_round: whether a round follows this step.
         """
         raise NotImplementedError
 

@@ -65,15 +65,15 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     (S3.5).
 
     Args:
-        hierarchical: average inside nodes, the ring between their leaders.
+        hierarchical: average inside nodes; the ring connects their leaders.
         communication_interval: number of optimizer steps from one averaging to the next; the first
             one averages.
         compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12).
 
     Raises:
-        ValueError: an interval below 1, no such codec; on wrapping: a parameter that no optimizer
-            holds, a fused optimizer.
-        TypeError: an interval that is no int; on wrapping: float64 parameters.
+        ValueError: the interval is below 1, or there is no such codec; when wrapping: no optimizer
+            holds a parameter, or an optimizer is fused.
+        TypeError: the interval is not an int; when wrapping: a parameter is float64.
 
     Source: decentralized low precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499);
     difference compression in Tang et al., "Communication Compression for Decentralized Training",

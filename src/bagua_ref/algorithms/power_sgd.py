@@ -45,20 +45,20 @@ class PowerSGDAlgorithm(CompressedGradients):
     (N-1)/N`` bytes per step for a compressed gradient on N ranks, in place of ``8 n m (N-1)/N``.
 
     Args:
-        matrix_approximation_rank: the largest r.
-        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm`
-            takes them, bit for bit.
-        min_compression_rate: the least factor by which a gradient must shrink; above 0.
-        memory: "local": each rank keeps ``M - P Q_r^T``, what the sum lacks of its own gradient;
-            "averaged": ``M - P Q^T``, as torch's hook and the paper's code; None: what is left out
-            is lost.
+        matrix_approximation_rank: maximum of r.
+        warmup_steps: number of first steps, on exactly averaged gradients, bit for bit as with
+            `GradientAllReduceAlgorithm`.
+        min_compression_rate: minimum factor by which compression must shrink a gradient; above 0.
+        memory: "local": each rank keeps ``M - P Q_r^T``, the part of its own gradient that the sum
+            lacks; "averaged": ``M - P Q^T``, as in torch's hook and the paper's code; None: no
+            error feedback.
         warm_start: start from the last round's Q; False: from new random columns in every round.
-        seed: of the random columns, equal on all ranks.
+        seed: seed of the random columns, equal on all ranks.
 
     Raises:
-        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer
+        ValueError: an argument is out of range; when wrapping: there is a warm-up, but no optimizer
             was passed.
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
 
     >>> PowerSGDAlgorithm(matrix_approximation_rank=4, warmup_steps=100).memory
     'local'

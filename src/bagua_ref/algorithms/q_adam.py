@@ -34,8 +34,8 @@ class QAdamAlgorithm(Algorithm):
     chunks, with v frozen (S5.5, S3.2).
 
     Args:
-        q_adam_optimizer: holds every parameter that the module trains; pass it to ``with_bagua``,
-            too.
+        q_adam_optimizer: the optimizer of all parameters that the module trains; must also be
+            passed to ``with_bagua``.
         hierarchical: full precision inside nodes, compressed between their leaders (S3.3); not in
             warm-up.
         grad_scaler: the GradScaler in use, if there is one: after the warm-up gradients enter the
@@ -43,12 +43,12 @@ class QAdamAlgorithm(Algorithm):
             algorithm has to.
         compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12); used after the
             warm-up.
-        error_feedback: keep what compression leaves out, in float32, and add it to the next round's
+        error_feedback: keep compression errors, in float32, and add them to the next round's
             momenta (S11.1).
 
     Raises:
-        TypeError: q_adam_optimizer is another optimizer, grad_scaler something else, or
-            error_feedback no bool.
+        TypeError: q_adam_optimizer is not a QAdamOptimizer, grad_scaler not a GradScaler, or
+            error_feedback not a bool.
         ValueError: there is no such codec.
 
     Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); QAdam in Gan et al., "BAGUA",

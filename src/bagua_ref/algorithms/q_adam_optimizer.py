@@ -32,10 +32,10 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     s counts the steps of this optimizer from 1. While s < warmup_steps, weights and state are those
     of ``torch.optim.Adam(foreach=False)``, bit for bit. At s = warmup_steps the moments stay as
-    they are; from then on `QAdamAlgorithm` renews m, between the ranks, during backward. After step
-    warmup_steps, elements whose v is 0 do not move. Parameters without gradient are skipped.
-    Options are each parameter's own group's. The step counter is saved with the groups, so a
-    checkpoint continues in its phase.
+    they are; from then on, `QAdamAlgorithm` updates m, averaged over ranks, during the backward
+    pass. After step warmup_steps, elements whose v is 0 do not move. Parameters without gradient
+    are skipped. Options are those of each parameter's group. The step counter is saved with the
+    groups, so a checkpoint continues in its phase.
 
     Args:
         params: parameters or groups of them, as in torch.
@@ -44,11 +44,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
             weight moves, with a warning.
         betas: decay of m and v.
         eps: added to the denominator.
-        weight_decay: times the weight is added to the gradient while s < warmup_steps.
+        weight_decay: weight_decay times the weight is added to the gradient while s < warmup_steps.
 
     Raises:
         ValueError: an option is out of range, or a group has a warmup_steps of its own.
-        TypeError: warmup_steps is no int; a parameter is complex.
+        TypeError: warmup_steps is not an int, or a parameter is complex.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=10)
@@ -188,18 +188,18 @@ class MomentumBucket:
     """A bucket of momenta: their update before the exchange of S3.2, and the handling of overflows
     after it.
 
-    When a GradScaler skips a step because of an overflow, the momenta that were made for it must
-    go, too. A bucket keeps the ones before while its operations run; longer if they overflow, or,
-    as another bucket's may, if there is a GradScaler.
+    When a GradScaler skips a step because of an overflow, the momenta of that step must be undone,
+    too. A bucket keeps a copy of the earlier momenta while its operations run; longer if they
+    overflow, or with a GradScaler, because another bucket may have overflowed.
 
     Args:
-        optimizer: counts the steps that were taken.
-        scaler: whose scale the gradients carry, if there is one.
+        optimizer: the optimizer, which counts its steps.
+        scaler: the GradScaler by whose scale gradients are multiplied, or None.
         bucket: its effective tensors are the momenta.
-        unused: returns the parameters that no rank uses in this round; their momenta, and the
-            errors of compressing these, stay as they are (S2.5).
-        memory: the errors, if they are kept.
-        place: of this rank's chunk among the errors.
+        unused: function that returns the parameters that no rank uses in this round; their momenta
+            and compression errors do not change (S2.5).
+        memory: the compression errors; None without error feedback.
+        place: index of this rank's chunk.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
 
         Raises:
             ValueError: the name is taken by another algorithm.
-            TypeError: ``name`` is no string, or ``algorithm`` cannot be called.
+            TypeError: ``name`` is not a string, or ``algorithm`` is not callable.
         """
         if not isinstance(name, str):
             raise TypeError(f"name={name!r} must be a string")
@@ -48,7 +48,7 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
         """Return the algorithm registered as ``name``.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no algorithm has this name.
         """
         if name not in self:
             raise ValueError(
@@ -81,8 +81,8 @@ def check_options(name: str, make: Callable[..., Any], given: Mapping[str, objec
     """Raise TypeError for an option that the algorithm does not have.
 
     Args:
-        name: of the algorithm.
-        make: its class or factory.
+        name: name of the algorithm.
+        make: class or factory of the algorithm.
         given: options by name.
     """
     options = inspect.signature(make).parameters
@@ -134,11 +134,11 @@ def check_number(
     """Raise unless an argument is a finite number between two bounds.
 
     Args:
-        name: of the argument.
-        value: of the argument.
+        name: name of the argument.
+        value: value of the argument.
         least: the lower bound.
-        most: the upper bound, which is allowed.
-        excluded: whether the lower bound is not allowed.
+        most: the upper bound, inclusive.
+        excluded: whether the lower bound is exclusive.
     """
     words = f"above {least:g}" if excluded else f"at least {least:g}"
     words += " and finite" if most == math.inf else f" and at most {most:g}"
@@ -158,11 +158,11 @@ def check_sparse_options(top_k: int | None, chunk: int, mean: str, compression: 
     """Raise unless the options of a chunked sparse exchange are compatible (S15).
 
     Args:
-        top_k: elements that are sent of each chunk; None: there is no such exchange, and no option
-            may need it.
-        chunk: the longest side of a chunk.
+        top_k: number of elements to send of each chunk; None: there is no such exchange, and
+            options that need it are errors.
+        chunk: maximum side of a chunk.
         mean: the divisor.
-        compression: the codec of the values; None: they are sent as they are.
+        compression: the codec of the values; None: values are not compressed.
     """
     if top_k is not None:
         check_whole("top_k", top_k, 1)

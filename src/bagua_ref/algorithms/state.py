@@ -54,7 +54,7 @@ def check_origin(state: Mapping[str, Any], here: Mapping[str, Any], local: Colle
     """Raise ValueError unless this rank can load ``state``.
 
     Args:
-        state: to be loaded.
+        state: the state to load.
         here: the `origin` of a state that this rank saves, and its shard, if parameters are
             sharded.
         local: the entries that only the rank that saved them can load.
@@ -120,10 +120,10 @@ def check_tensors(
     ``layouts``, strides.
 
     Args:
-        what: they are, for messages.
-        saved: what the state holds.
-        wanted: tensors like those, by name.
-        layouts: the strides; None: any.
+        what: a description of the tensors, for messages.
+        saved: the tensors in the state, by name.
+        wanted: the expected tensors, by name.
+        layouts: the expected strides, by name; None: any.
     """
     if not isinstance(saved, Mapping) or not all(
         isinstance(tensor, Tensor) for tensor in saved.values()
@@ -149,7 +149,7 @@ class TensorStore(dict[str, Tensor]):
     """Named tensors that an algorithm keeps from round to round, initially zero.
 
     Args:
-        what: they are, for messages.
+        what: a description of the tensors, for messages.
 
     >>> memories = TensorStore("memories")
     >>> memories.expect("weight", torch.zeros(2))
@@ -170,13 +170,13 @@ class TensorStore(dict[str, Tensor]):
         this name.
 
         Args:
-            name: of the tensor.
-            like: whatever its values and strides are.
+            name: name of the tensor.
+            like: a tensor of this shape, dtype and device; its values and strides do not matter.
             layout: the strides; None: row-major ones. If others were expected before, the values
                 move to these.
 
         Raises:
-            ValueError: one of another shape, of other strides or another dtype was loaded.
+            ValueError: a loaded tensor of this name has another shape, dtype or strides.
         """
         layout = layout or Layout(like.shape)
         tensor = layout.zeros(like.dtype, like.device)
@@ -257,9 +257,9 @@ class ErrorMemories:
         """Return the error memory of these tensors and chunks; create it if there is none.
 
         Args:
-            names: of the tensors.
-            tensors: on one device.
-            numel: their elements, with padding.
+            names: names of the tensors.
+            tensors: the tensors, on one device.
+            numel: total number of elements, with padding.
             chunks: the number of chunks into which the elements are cut.
         """
         texts = tuple(f"{name} {Layout.of(t)}" for name, t in zip(names, tensors, strict=True))

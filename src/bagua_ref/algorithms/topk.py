@@ -21,21 +21,21 @@ class TopKAlgorithm(CompressedGradients):
     its next gradients (S11.2).
 
     ``p = gradient + e``; the k elements of largest ``|p|`` are sent, and the averaged gradient is
-    their sum over ranks divided by the number of ranks, 0 where no rank has sent. e is what was not
-    sent. Of m elements, ``k = max(1, ceil(ratio * m))``.
+    their sum over ranks divided by the number of ranks, 0 where no rank has sent. e is the
+    residual: the part of p that was not sent. Of m elements, ``k = max(1, ceil(ratio * m))``.
 
     Each rank sends ``8 k (n-1)`` bytes per bucket and step on n ranks, in place of ``8 m (n-1)/n``.
 
     Args:
-        ratio: the part of each bucket that is sent, above 0 and at most 1.
-        error_feedback: False: what is not sent is lost.
-        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm`
-            takes them, bit for bit.
+        ratio: fraction of each bucket to send, above 0 and at most 1.
+        error_feedback: add elements that were not sent to the next gradients; False: they are lost.
+        warmup_steps: number of first steps, on exactly averaged gradients, bit for bit as with
+            `GradientAllReduceAlgorithm`.
 
     Raises:
-        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer
+        ValueError: an argument is out of range; when wrapping: there is a warm-up, but no optimizer
             was passed.
-        TypeError: an argument is of another type; on wrapping: float64 parameters.
+        TypeError: an argument has the wrong type; when wrapping: a parameter is float64.
 
     >>> TopKAlgorithm(ratio=0.05)
     TopKAlgorithm(ratio=0.05, error_feedback=True, warmup_steps=0)

@@ -24,7 +24,7 @@ class Traits:
     """Properties of an algorithm in one of its phases that determine how training handles it.
 
     Attributes:
-        averages: the buckets' result is the mean over ranks of what they contribute, not the sum.
+        averages: the buckets' result is the mean over ranks of their contributions, not the sum.
         same_forwards: all ranks run the same training forward passes, so that buffers can be
             broadcast before them.
         same_steps: all ranks take the same optimizer steps.
@@ -35,12 +35,12 @@ class Traits:
             the round raises if they differ; otherwise the first bucket waits for the comparison.
         in_node: whether rounds communicate inside nodes only, so that nodes need not compare; None:
             no round of any phase does.
-        steps_follow_backward: an optimizer step that no backward pass of the module preceded counts
-            as none of the training's.
+        steps_follow_backward: optimizer steps without a preceding backward pass of the module are
+            not counted.
         own_optimizers: only optimizers that were passed when wrapping, or are among the algorithm's
             options, may step the parameters.
-        without_batch: what a rank without batches does in `bagua_ref.join`, or, as a text, why the
-            algorithm cannot train there.
+        without_batch: contribution of a rank without batches in `bagua_ref.join`, or a text: the
+            reason why the algorithm cannot train there.
     """
 
     averages: bool = True
@@ -66,11 +66,11 @@ class Rounds:
     = 0``.
 
     Args:
-        warmup: the steps of the warm-up.
-        period: steps from one round to the next.
+        warmup: number of steps of the warm-up.
+        period: number of steps from one round to the next.
         offset: from 0 to period - 1. With 0, step ``period`` after the warm-up is the first with a
             round; with 1, the first step is.
-        phase: the name of what follows the warm-up, for messages.
+        phase: the name of the phase after the warm-up, for messages.
 
     >>> [Rounds(warmup=1, period=2).kind(step) for step in range(1, 6)]
     ['warm-up', 'local', 'round', 'local', 'round']

@@ -56,13 +56,13 @@ def register_backend(name: str, target: str, *, hint: str = "") -> None:
     """Register a backend under a name; its module is imported at first use.
 
     Args:
-        name: its name for `get_backend`.
+        name: the backend's name for `get_backend`.
         target: ``"module:Class"``; the class is a `KernelBackend` that is instantiated once,
             without arguments.
-        hint: what to install if it cannot run, such as ``"pip install my-kernels"``.
+        hint: advice on installation if it cannot run, such as ``"pip install my-kernels"``.
 
     Raises:
-        ValueError: target is not of this form, or name is registered for another target.
+        ValueError: target does not have this form, or name is registered for another target.
         TypeError: name or target is not a string.
     """
     for argument, value in (("name", name), ("target", target)):
@@ -86,7 +86,7 @@ def get_codec(name: str, backend: str | KernelBackend | None = None) -> Codec:
 
     Args:
         name: one of `list_codecs`.
-        backend: the backend for which it is to work, as for `get_backend`.
+        backend: the backend that runs the codec, as for `get_backend`.
 
     Raises:
         ValueError: no codec has this name; the message lists those that exist.
@@ -147,7 +147,8 @@ def get_backend(
 
     Raises:
         ValueError: no backend has this name; the message lists those that are installed.
-        BackendUnavailableError: it cannot run here; the message says why and what to install.
+        BackendUnavailableError: the backend cannot run here; the message says why and what to
+            install.
 
     >>> get_backend("reference")
     ReferenceBackend()
@@ -185,7 +186,8 @@ class use_backend:  # noqa: N801 - reads as the verb it is
 
     Raises:
         ValueError: no backend has this name; the message lists those that are installed.
-        BackendUnavailableError: it cannot run here; the message says why and what to install.
+        BackendUnavailableError: the backend cannot run here; the message says why and what to
+            install.
 
     >>> with use_backend("reference"):
     ...     get_backend()

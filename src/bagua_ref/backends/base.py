@@ -54,10 +54,10 @@ class KernelBackend(ABC):
             message names argument, value and what is allowed. Nothing has been written.
 
     Attributes:
-        name: the name by which `bagua_ref.backends.get_backend` finds it.
-        device_types: the types of device that it supports, such as ``("cuda",)``; None: any.
-        codecs: its codecs by name; `bagua_ref.backends.get_codec` makes them.
-        chunk_coder: encodes the largest elements of chunks (S15.3).
+        name: the backend's name for `bagua_ref.backends.get_backend`.
+        device_types: the supported types of devices, such as ``("cuda",)``; None: any.
+        codecs: classes of codecs by name, instantiated by `bagua_ref.backends.get_codec`.
+        chunk_coder: class of the encoder of chunks' largest elements (S15.3).
     """
 
     name: ClassVar[str]
@@ -203,7 +203,7 @@ class KernelBackend(ABC):
             x: num_chunks equal chunks, float16, bfloat16, float32 or float64.
             num_chunks: the number of chunks, at least 1.
             target_chunk: t, from 0 to num_chunks - 1; it is one of the summands, too.
-            average: the mean instead of the sum.
+            average: compute the mean instead of the sum.
 
         >>> from bagua_ref.backends import get_backend
         >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0])

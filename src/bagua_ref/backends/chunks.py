@@ -34,13 +34,13 @@ class Chunks:
     dimensions (S15.1).
 
     Args:
-        shape: of the tensors; one dimension counts as a row, none as a single element.
-        chunk: the longest side, from 1 to 64.
+        shape: shape of the tensors; one dimension counts as a row, none as a single element.
+        chunk: maximum side, from 1 to 64.
 
     Attributes:
         count: K, the number of chunks.
         sides: h and w.
-        numel: m, the elements of a chunk.
+        numel: m, the number of elements of a chunk.
 
     >>> chunks = Chunks((2, 4), 2)
     >>> chunks.cut(torch.arange(8).view(2, 4))
@@ -203,9 +203,9 @@ def _sums(x: Tensor, groups: Tensor, count: int, squared: bool = False) -> list[
 
     Args:
         x: float32 and finite, fewer than 2^39 elements.
-        groups: the number of each element's group.
+        groups: index of each element's group.
         count: the number of groups.
-        squared: add the squares up.
+        squared: sum the squares.
     """
     bits = x.view(torch.int32).long()
     exponent = (bits >> 23 & 255).clamp_(min=1)
@@ -230,13 +230,14 @@ class ChunkCoder:
     A kernel backend may have a faster one; see `bagua_ref.backends.KernelBackend.chunk_coder`.
 
     Args:
-        chunks: of the tensor.
-        k: elements that are sent of each chunk; all, if it has fewer.
-        codec: of the values; None: they are sent as they are.
+        chunks: the chunks of the tensor.
+        k: number of elements to send of each chunk, or all if it has fewer.
+        codec: codec of the values; None: values are not compressed.
 
     Attributes:
-        count: N, the values of the tensor that are sent.
-        nbytes: the size of its part: the indices, unless chunks are sent whole, and the values.
+        count: N, the number of values sent of the tensor.
+        nbytes: size of the tensor's part in bytes: indices, unless chunks are sent whole, and
+            values.
     """
 
     def __init__(self, chunks: Chunks, k: int, codec: Codec | None) -> None:

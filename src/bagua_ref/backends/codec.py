@@ -60,7 +60,7 @@ class Codec(ABC):
     chunks are, and whatever the payload held before.
 
     Args:
-        kernels: the backend for which it works.
+        kernels: the kernel backend that runs the codec.
 
     Raises, from compress and decompress:
         TypeError: a dtype other than those of `COMPRESSIBLE`, or a payload that is not uint8; the
@@ -69,7 +69,7 @@ class Codec(ABC):
             message names argument, value and what is allowed. Nothing has been written.
 
     Attributes:
-        name: the name by which `bagua_ref.backends.get_codec` finds it.
+        name: the codec's name for `bagua_ref.backends.get_codec`.
         biased: whether it is useful only with error memory (S11.1); `compression=` warns without
             one.
     """
@@ -303,11 +303,11 @@ class Microscaling(Codec):
 
     Attributes:
         emax: exponent of the element format's largest power of two.
-        bits: of an element.
-        block: elements that share a scale.
-        header: bytes before the scales.
-        rules: the other rules, and what each adds to the bits of ``max |x|``.
-        rounding: what this codec adds.
+        bits: number of bits of an element.
+        block: number of elements that share a scale.
+        header: number of bytes before the scales.
+        rules: the other rules, by name, and the number r that each adds to the bits of ``max |x|``.
+        rounding: the number r of this codec.
     """
 
     emax: int
@@ -336,8 +336,8 @@ def with_rules(codec: type[AnyMicroscaling]) -> dict[str, type[AnyMicroscaling]]
     """Return a backend's codecs of an MX format, one per scale rule, by name (S12.6).
 
     Args:
-        codec: the one without a rule in its name; the others are subclasses of it, which differ in
-            `Microscaling.rounding`.
+        codec: class of the codec without a rule in its name; the others are subclasses that differ
+            in `Microscaling.rounding`.
 
     >>> from bagua_ref.backends.reference.codecs import MXFP4
     >>> {name: hex(found.rounding) for name, found in with_rules(MXFP4).items()}

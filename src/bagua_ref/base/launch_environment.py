@@ -58,8 +58,8 @@ class Launch:
 
     Attributes:
         launcher: the launcher's name, for messages.
-        identity: this rank's place. MPI does not number nodes, so ranks on a node are assumed to be
-            consecutive until they connect.
+        identity: identity of this rank. MPI does not number nodes, so ranks on a node are assumed
+            to be consecutive until they connect.
         address: the address of rank 0; None: unknown.
         port: the port on which rank 0 listens.
     """

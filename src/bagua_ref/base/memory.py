@@ -65,12 +65,12 @@ class Layout:
     storage (S2.3).
 
     Args:
-        shape: of the tensor.
-        strides: those of a dense tensor of this shape; None: row-major ones.
+        shape: shape of the tensor.
+        strides: strides of a dense tensor of this shape; None: row-major.
 
     Attributes:
-        shape: as given.
-        strides: as given; row-major ones if None was.
+        shape: the shape.
+        strides: the strides, never None.
 
     >>> layout = Layout.of(torch.arange(6).reshape(2, 3).t())
     >>> layout

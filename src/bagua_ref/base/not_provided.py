@@ -158,7 +158,7 @@ def require(package: str, user: str, extra: str) -> None:
     Args:
         package: a top-level package.
         user: the module that needs it.
-        extra: an extra of bagua_ref that has it.
+        extra: the extra of bagua_ref that installs it.
     """
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"{user} needs {package}; install with: {install_command(extra)}")

@@ -26,7 +26,7 @@ def describe_ends(steps: Mapping[int, int | None]) -> str:
     """Describe ranks that ended without an error while others were communicating.
 
     Args:
-        steps: the optimizer steps of each of them; None: it trained nothing.
+        steps: number of optimizer steps by rank; None: the rank trained nothing.
 
     >>> describe_ends({0: 5, 2: 5})
     'ranks 0, 2 ended normally after 5 steps; if ranks have different numbers of batches, use

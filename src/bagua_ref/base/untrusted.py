@@ -29,7 +29,7 @@ def load_json(data: bytes) -> Any:
     """Parse JSON in UTF-8.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the input is not valid JSON.
 
     >>> load_json(b"[1, 2")
     Traceback (most recent call last):
@@ -46,7 +46,7 @@ def check_form(value: Any, form: Any, what: str) -> None:
     """Raise unless a JSON value has the expected form.
 
     Args:
-        value: as `load_json` returns it.
+        value: a result of `load_json`.
         form: a type or a tuple of types (``object``: anything), of which ``float`` keeps integers
             within its range; a range of integers; ``[form]``, a list of such values; ``[form, form,
             ...]``, a list of exactly these; ``{"key": form, "other?": form}``, an object with at least these keys, where those with a question mark may be missing
@@ -54,7 +54,7 @@ def check_form(value: Any, form: Any, what: str) -> None:
         what: the value's name in messages, which do not show the value: it may be a secret.
 
     Raises:
-        ValueError: its form is another; the message names the wrong part.
+        ValueError: the value has another form; the message names the wrong part.
 
     >>> check_form({"rank": 0, "nodes": [2, "x"]}, {"rank": NATURAL, "nodes": [int]}, "manifest")
     Traceback (most recent call last):

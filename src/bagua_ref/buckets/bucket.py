@@ -49,7 +49,7 @@ class BaguaBucket(FlatStorage):
     Args:
         tensors: bagua tensors whose effective tensors share a dtype and a device and do not
             overlap.
-        name: unique among a module's buckets.
+        name: name of the bucket, unique within a module.
         flatten: move the effective tensors into one contiguous storage, unless they are in one
             already (S2.3); otherwise each operation gathers them into a buffer and copies the
             result back. In both, dense tensors keep their strides, and their elements come in the
@@ -59,7 +59,7 @@ class BaguaBucket(FlatStorage):
         backend: the kernels, by name or instance; None chooses as `bagua_ref.backends.get_backend`.
 
     Attributes:
-        padding_tensor: the padding, None if there is none.
+        padding_tensor: the padding, or None.
 
     Raises:
         ValueError: the list is empty, a name appears twice, tensors overlap or are on different
@@ -224,7 +224,7 @@ class BaguaBucket(FlatStorage):
         Args:
             hierarchical: reduce within nodes, operate between node leaders, and broadcast within
                 nodes.
-            average: the mean instead of the sum.
+            average: compute the mean instead of the sum.
             scattergather: use all-to-all and all-gather instead of all-reduce; the number of
                 elements, including padding, must be divisible by the number of ranks (hierarchical:
                 of leaders). See ``alignment``.
@@ -296,7 +296,7 @@ class BaguaBucket(FlatStorage):
         Args:
             compression: None, the name of a codec, or "Stat2".
             group: the ranks; None is the default group.
-            options: of `bagua_ref.comm_ops.ChunkedSparse`.
+            options: options of `bagua_ref.comm_ops.ChunkedSparse`.
 
         Raises:
             ValueError: unknown compression.
@@ -332,9 +332,9 @@ class BaguaBucket(FlatStorage):
             group: the ranks; None is the default group.
 
         Raises:
-            ValueError: another mode, a mode that does not take this many ranks, a function whose
-                graph is not doubly stochastic or differs between ranks, or a ``peer_weight`` that
-                does not fit.
+            ValueError: the mode is unknown or does not support this number of ranks, the graph of a
+                function is not doubly stochastic or differs between ranks, or ``peer_weight`` has
+                the wrong size.
             TypeError: a dtype that is not floating-point, or not the bucket's.
         """
         self._check_float()

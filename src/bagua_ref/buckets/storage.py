@@ -33,11 +33,11 @@ class Registration(NotCopied):
     notify when it is ready.
 
     Attributes:
-        name: unique within its module's buckets.
+        name: the tensor's name, unique within its module's buckets.
         module_name: the wrapped module that the tensor belongs to, or "".
-        getter: returns the effective tensor of a proxy, None if there is none yet, like a gradient
-            after ``zero_grad()``.
-        setter: replaces the effective tensor; None: its storage is replaced.
+        getter: function that returns the effective tensor of a proxy; None if there is none yet,
+            like a gradient after ``zero_grad()``.
+        setter: function that replaces the effective tensor; None: its storage is replaced.
         sink: the engine to notify when the tensor is ready; set when its bucket is registered. A
             weak reference, so that a tensor that outlives the training does not keep it alive.
     """
@@ -82,7 +82,7 @@ def registration(tensor: Tensor) -> Registration:
     """Return the registration of ``tensor``.
 
     Raises:
-        ValueError: it is not a bagua tensor.
+        ValueError: ``tensor`` is not a bagua tensor.
     """
     found: Registration | None = getattr(tensor, "_bagua_registration", None)
     if found is None:
@@ -176,9 +176,9 @@ def check_apart(flat: Tensor, name: str, **tensors: Tensor) -> list[Tensor]:
     neither its flat tensor nor each other.
 
     Raises:
-        ValueError: one is not a bagua tensor, its size, shape or device does not fit, or two
-            overlap.
-        TypeError: one has another dtype than the bucket, or is not a tensor.
+        ValueError: a tensor is not a bagua tensor, has the wrong size, shape or device, or overlaps
+            another.
+        TypeError: an entry has another dtype than the bucket, or is not a tensor.
     """
     others = {f"bucket {name!r}": flat}
     for argument, tensor in tensors.items():
@@ -205,7 +205,7 @@ def effective_tensors(tensors: list[Tensor], name: str) -> list[Tensor]:
     """Return the effective tensors of bucket ``name``.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: an effective tensor is missing.
     """
     found = []
     for proxy in tensors:
@@ -225,19 +225,18 @@ class FlatStorage:
 
     Args:
         tensors: bagua tensors.
-        name: the bucket's.
+        name: name of the bucket.
         flatten: move the effective tensors into one contiguous storage, unless they already are;
             otherwise `load` gathers them into a buffer and `copy_from_flat` copies that into them.
             The order of elements is the same in both.
         alignment: the number of elements, padding included, is a multiple of it.
 
     Attributes:
-        layouts: the strides of each effective tensor in flat storage, which give the order of its
-            elements there (S2.3): those that it has when this is made, row-major ones if it is not
-                dense.
+        layouts: layout of each effective tensor in flat storage, which gives the order of its
+            elements there (S2.3): its strides at creation, or row-major if it is not dense.
         filled: the number of elements, without padding.
         numel: the number of elements, padding included.
-        padding_tensor: the padding, None if none is needed.
+        padding_tensor: the padding, or None.
 
     Raises:
         ValueError: see `check_shared`.
@@ -277,7 +276,7 @@ class FlatStorage:
         """Return the effective tensors, without padding.
 
         Raises:
-            ValueError: one is missing.
+            ValueError: an effective tensor is missing.
         """
         return effective_tensors(self.tensors, self.name)
 
@@ -335,7 +334,7 @@ class FlatStorage:
     def load(self) -> Tensor:
         """Return the flat tensor with the current values of the effective tensors and zero padding.
 
-        If flat, the effective tensors lie in it from now on.
+        If ``flatten``, the effective tensors are views of it from now on.
 
         Raises:
             ValueError: a tensor has another shape or dtype than when the bucket was made.

@@ -28,7 +28,7 @@ class RegisteredTensor(BackendTensor):
     """A bagua tensor as an argument of collectives, which use the effective tensor at the time of
     the call (S1).
 
-    Tensors hold no reference to theirs, which would be a cycle.
+    A tensor holds no reference to its RegisteredTensor, which would be a cycle.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -94,7 +94,7 @@ class BaguaTensor:
         Registering again replaces the closures. Within one module the name cannot change.
 
         Args:
-            name: unique within its module's buckets; None generates one.
+            name: the tensor's name, unique within its module's buckets; None generates one.
             module_name: the wrapped module that the tensor belongs to.
             getter_closure: returns the effective tensor, e.g. ``lambda p: p.grad``.
             setter_closure: replaces the effective tensor, e.g. ``lambda p, t: setattr(p, "grad",

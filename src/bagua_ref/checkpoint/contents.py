@@ -44,10 +44,10 @@ def plain(value: Any, where: str) -> Any:
 
     Args:
         value: the value to save.
-        where: its name in messages.
+        where: the value's name in messages.
 
     Raises:
-        TypeError: ``torch.load(weights_only=True)`` would not take it; the message names the entry.
+        TypeError: ``torch.load(weights_only=True)`` would reject an entry; the message names it.
     """
     return map_leaves(_plain_leaf, value, where)
 

@@ -40,10 +40,10 @@ class Manifest:
     """Metadata of a complete checkpoint.
 
     Attributes:
-        step: as it was saved.
-        number: larger than that of every checkpoint saved into the folder before; the names of its
-            files have it, so that saving a step again overwrites nothing.
-        ranks: the number of ranks that saved it.
+        step: the number of steps taken, as passed to `save`.
+        number: serial number, larger than that of every checkpoint saved into the folder before. It
+            is part of file names, so that saving a step again overwrites nothing.
+        ranks: number of ranks that saved the checkpoint.
         algorithm: the name of the algorithm's implementation.
         files: size and SHA-256 of each part, by name.
     """
@@ -96,7 +96,7 @@ def commit(place: Path, manifest: Manifest) -> None:
     """Complete the checkpoint at ``place`` by writing its manifest atomically and durably.
 
     Raises:
-        CheckpointError: a part is not there.
+        CheckpointError: a rank's file is missing or has the wrong size.
     """
     for name, (size, _) in manifest.files.items():
         path = place / name
@@ -140,7 +140,7 @@ def verify(place: Path, manifest: Manifest) -> None:
     """Verify the files of all ranks, so that every rank comes to the same result.
 
     Raises:
-        CheckpointError: a part is missing or damaged.
+        CheckpointError: a rank's file is missing or damaged.
     """
     for name, (_, sha256) in manifest.files.items():
         path = place / name
@@ -188,7 +188,7 @@ def lock(folder: Path) -> None:
     children do not have the lock.
 
     Raises:
-        CheckpointError: another process saves there; the message names its host and number.
+        CheckpointError: another process saves into this folder; the message names its host and PID.
     """
     path = folder / ".lock"
     path.touch()

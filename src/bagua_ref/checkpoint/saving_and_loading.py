@@ -47,24 +47,24 @@ def save(
     """Save everything needed to continue training bit for bit; collective: every rank of the
     model's group calls this.
 
-    Saved are the states of the model, the optimizers, the algorithm and the sampler, the random
+    It saves the states of the model, the optimizers, the algorithm and the sampler, the random
     states of Python, NumPy and torch (with CUDA, of the current device), and ``extra``. What is
     equal on all ranks is written once. A checkpoint counts once its manifest is written, which the
     first rank does after all parts are durable; a crash at any moment before leaves the earlier
     checkpoints as they were. Saving a step again replaces it.
 
     Args:
-        folder: holds the checkpoints of one training, and is shared by all ranks. Until this
-            process ends, no other can save there.
+        folder: folder of one training's checkpoints, shared by all ranks. Until this process ends,
+            no other process can save there.
         model: the wrapped model.
         optimizers: its optimizer, or several.
         step: the number of steps taken.
         sampler: an object with ``state_dict()``, such as a `LoadBalancingDistributedSampler`; if a
             DataLoader with workers draws ahead, what ``sampler.state_dict(samples=...)`` returned.
-        extra: what else to keep, such as the state of a learning rate scheduler: whatever
-            ``torch.load(weights_only=True)`` takes, and io.BytesIO.
-        keep: the number of checkpoints to keep, this one included; those of lower steps are
-            removed. None keeps all.
+        extra: additional state, such as that of a learning rate scheduler: anything that
+            ``torch.load(weights_only=True)`` accepts, and io.BytesIO.
+        keep: number of checkpoints to keep, including this one; others of lower steps are removed.
+            None keeps all.
 
     Returns:
         The new checkpoint's own folder.
@@ -74,9 +74,9 @@ def save(
             range. Or the ranks' balanced samplers, or their states in ``sampler`` or ``extra``, are
             of different settings or epochs.
         TypeError: an argument, or what a state contains, is of the wrong type.
-        CheckpointError: it failed on another rank; raised on all of them. Or another process, which
-            is named, saves into ``folder``.
-        OSError: the disk is full, for instance; what ranks have written of this checkpoint is
+        CheckpointError: saving failed on a rank; raised on all ranks. Or another process, which the
+            message names, saves into ``folder``.
+        OSError: writing failed, for example because the disk is full; the incomplete checkpoint is
             removed.
         CommunicationError: not all ranks have called this.
 
@@ -203,7 +203,8 @@ def _together(comm: Communicator, step: int, function: Callable[[], Any]) -> lis
     """Run ``function()`` on every rank; return the results of all ranks, in rank order.
 
     Raises:
-        CheckpointError: it raised on another rank; if it raised here, that exception.
+        CheckpointError: ``function`` raised on another rank. If it raised on this rank, its
+            exception is raised instead.
     """
     result = error = None
     try:
@@ -227,8 +228,8 @@ class Checkpoint:
     """A loaded checkpoint.
 
     Attributes:
-        step: as it was saved: the number of steps taken.
-        extra: as it was saved, with tensors on the CPU.
+        step: the number of steps taken, as saved.
+        extra: the saved ``extra``, with tensors on the CPU.
         path: the checkpoint's own folder.
     """
 
@@ -249,25 +250,25 @@ def load(
     """Load the most recently saved complete checkpoint; return its step and extra, or None, with a
     warning, if there is none yet.
 
-    Each rank loads by itself, without communication, after wrapping: its own state, and what was
-    equal on all ranks. It reads and compares the checksums of all ranks' files, so that all ranks
-    come to the same conclusion: if any file is damaged, a warning names it, and all of them load
-    the checkpoint before. A warning also says if there is one of a later step, which was saved
-    earlier. Nothing in a file is executed, and if this raises, model, optimizers, algorithm and
-    random generators are as they were. The state of optimizers follows the names that parameters
-    have in the model, not their order.
+    Each rank loads on its own, without communication, after wrapping: its own state, and the state
+    that was equal on all ranks. It reads and compares the checksums of all ranks' files, so that
+    all ranks come to the same conclusion: if any file is damaged, a warning names it, and all of
+    them load the checkpoint before. A warning also says if there is one of a later step, which was
+    saved earlier. Nothing in a file is executed, and if this raises, model, optimizers, algorithm
+    and random generators are as they were. The state of optimizers follows the names that
+    parameters have in the model, not their order.
 
     Args:
-        folder: as passed to `save`; or what `save` returned, to load that checkpoint only.
+        folder: the folder passed to `save`; or the result of `save`, to load only that checkpoint.
         model: wrapped with the same algorithm as when it was saved. With drop_rank_state=True it
             may also be a plain module; then the first rank's model and optimizers are loaded, and
             nothing of the algorithm.
         optimizers: as many as were saved.
         sampler: has ``load_state_dict()``.
         step: load the checkpoint of this step only; None: the last one.
-        drop_rank_state: if the number of ranks has changed, continue without what belonged to
-            single ranks: all ranks take the first rank's model, optimizers and extra; the sampler
-                and random states that differed between ranks stay as they are.
+        drop_rank_state: if the number of ranks has changed, continue without the state of single
+            ranks: all ranks take the first rank's model, optimizers and extra; the sampler and
+            random states that differed between ranks stay as they are.
 
     Raises:
         ValueError: the checkpoint was saved by another number of ranks and some of it belongs to
@@ -276,7 +277,7 @@ def load(
             file.
         CheckpointError: there are checkpoints, but all of them are damaged; the checkpoint of
             ``step`` is damaged or missing.
-        RuntimeError: the algorithm works in the background; the message says how to stop it.
+        RuntimeError: background averaging is running; the message says how to stop it.
     """
     training = TrainingState(model, optimizers, sampler)
     if training.context is None and not drop_rank_state:
@@ -299,7 +300,7 @@ def _chosen(folder: Path, step: int | None) -> tuple[Path, Manifest] | None:
     none.
 
     Raises:
-        CheckpointError: all are damaged, or that of ``step`` is damaged or missing.
+        CheckpointError: all checkpoints are damaged, or that of ``step`` is damaged or missing.
     """
     if folder.is_file():
         raise ValueError(f"folder={str(folder)!r} is a file; pass the folder given to save()")

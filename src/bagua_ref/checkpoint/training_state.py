@@ -25,9 +25,11 @@ class TrainingState:
     """State of a training run on this rank, as saved in and restored from a checkpoint.
 
     Args:
-        model: wrapped by ``with_bagua``, or a wrapper; to restore, it may also be a plain module.
-        optimizers: one or several.
-        sampler: has ``state_dict()`` and ``load_state_dict()``; to save, it may also be the state.
+        model: a module wrapped by ``with_bagua``, or its wrapper; for `restore`, also a plain
+            module.
+        optimizers: one optimizer or several.
+        sampler: an object with ``state_dict()`` and ``load_state_dict()``; for saving, also a
+            state.
     """
 
     def __init__(
@@ -99,9 +101,9 @@ class TrainingState:
         missing from it.
 
         Raises:
-            ValueError: it cannot be loaded; the message names ``place`` and the component. Model,
-                optimizers, random generators and algorithm are as they were; a sampler of another
-                kind than those of bagua_ref must see to this itself.
+            ValueError: ``state`` cannot be loaded; the message names ``place`` and the component.
+                Model, optimizers, random generators and algorithm are as they were; a sampler that
+                is not of bagua_ref must ensure this itself.
         """
         if self.context is not None:
             self.algorithm.check_idle()

@@ -105,8 +105,8 @@ class AsynchronousModelAverage(CommOp):
 
     Args:
         comm: the communicator; no other thread uses it.
-        kernels: the kernel backend.
-        world: this rank's world, which makes the lock.
+        kernels: kernel backend.
+        world: this rank's world, which creates the lock.
         device: the device of the weights.
 
     Source: asynchronous model average of Bagua 0.9; Lian et al., "Asynchronous Decentralized

@@ -20,7 +20,7 @@ class CommOp(ABC):
     buckets.
 
     Args:
-        comm: the communicator of the ranks that take part; all of them run the operation.
+        comm: communicator of the participating ranks, all of which run the operation.
         kernels: the kernel backend.
     """
 

@@ -67,8 +67,8 @@ class CentralizedLowPrecision(_Centralized):
     Args:
         comm: the communicator of the ranks that take part.
         kernels: the kernel backend.
-        codec: compresses the chunks.
-        average: the mean instead of the sum.
+        codec: codec of the chunks.
+        average: compute the mean instead of the sum.
 
     Source: ByteGrad in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
     """
@@ -107,10 +107,10 @@ class ErrorMemory:
             elements.
 
     Args:
-        filled: the elements of the bucket, without padding.
-        numel: its elements, padding included.
-        chunks: the number of equal chunks.
-        device: of the bucket.
+        filled: number of elements of the bucket, without padding.
+        numel: number of elements, with padding.
+        chunks: number of equal chunks.
+        device: device of the bucket.
 
     >>> memory = ErrorMemory(filled=5, numel=6, chunks=2, device=torch.device("cpu"))
     >>> memory.worker.numel(), memory.server.numel()
@@ -127,7 +127,7 @@ class ErrorMemory:
         """Set e and f to the tensors ``kept``, or to zeros if None; move them to ``device``, if
         given.
 
-        Rounds replace e and f, and do not change them.
+        Rounds replace e and f instead of changing them in place.
         """
         self.device = device or self.device
         if kept is None:
@@ -142,10 +142,10 @@ class ErrorMemory:
         """Restore the residuals of the bucket's elements from ``start`` to ``end``.
 
         Args:
-            before: e and f to take them from.
-            start: the first element.
-            end: the one after the last.
-            place: of the own chunk.
+            before: e and f from which to restore.
+            start: index of the first element.
+            end: index after the last element.
+            place: index of this rank's chunk.
         """
         own = place * len(self.server)
         self.worker[start:end] = before[0][start:end]
@@ -157,10 +157,10 @@ class ErrorMemory:
         residuals.
 
         Args:
-            worker: e of this round; changed.
-            server: f of this round; changed.
-            result: of this round, in float32.
-            place: of the own chunk.
+            worker: e of this round; changed in place.
+            server: f of this round; changed in place.
+            result: result of this round, in float32.
+            place: index of this rank's chunk.
         """
         size = len(server)
         poisoned = result.isnan()
@@ -175,13 +175,14 @@ class ErrorMemory:
 class CentralizedErrorFeedback(CentralizedLowPrecision):
     """Sum or mean over all ranks in compressed chunks, with error feedback (S11.1).
 
-    With C the codec, D its decoder, e the memory of all chunks and f that of the rank's own chunk:
+    With C the codec, D its decoder, e the residual of all chunks and f that of the rank's own
+    chunk:
 
     p = x + e -> send C(p) -> e = p - D(C(p)) -> y = mean of the D(C(p)) + f -> send C(y) -> f = y -
     D(C(y))
 
-    All of it is computed in float32, and only the result is rounded to the dtype of x; as elsewhere
-    in 16-bit arithmetic, one beyond its range becomes infinite. Elements whose result is NaN leave
+    Everything is computed in float32, and only the result is rounded to the dtype of x; as usual in
+    16-bit arithmetic, it becomes infinite if it is out of range. Elements whose result is NaN leave
     e and f as they were, on every rank. Every rank sends as many bytes as `CentralizedLowPrecision`
     does for float32, and ends with identical bits. Scratch is one float32 copy of x, one more for
     16-bit dtypes, a payload of n chunks and a copy of it, and one chunk.
@@ -189,9 +190,9 @@ class CentralizedErrorFeedback(CentralizedLowPrecision):
     Args:
         comm: the communicator of the ranks that take part.
         kernels: the kernel backend.
-        codec: compresses the chunks.
-        average: the mean instead of the sum.
-        memory: e and f; it is updated.
+        codec: codec of the chunks.
+        average: compute the mean instead of the sum.
+        memory: the residuals e and f; updated.
 
     Source: Tang et al., "DoubleSqueeze", ICML 2019 (arXiv:1905.05957); Karimireddy et al., ICML
     2019 (arXiv:1901.09847).

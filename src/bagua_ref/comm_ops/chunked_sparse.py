@@ -67,7 +67,7 @@ class ChunkedSparse(CommOp):
     p = decay*e + x -> Y = T(p) -> select k of each chunk of Y -> all-gather one message -> D = mean
     of the decoded Y -> e = p - T'(own decoded Y) -> x = T'(D)
 
-    T is nothing, or the discrete cosine transform of each chunk. A tensor whose result is not
+    T is the identity, or the discrete cosine transform of each chunk. A tensor whose result is not
     finite is NaN throughout, and its e stays as it was, on every rank: what is not finite is always
     selected.
 
@@ -79,17 +79,17 @@ class ChunkedSparse(CommOp):
     Args:
         comm: the communicator of all ranks.
         kernels: the kernel backend.
-        layouts: of the tensors in the bucket, which has no padding.
-        k: elements that are sent of each chunk.
-        chunk: the longest side of a chunk.
-        decay: of the error memory, in each round.
+        layouts: layouts of the tensors in the bucket, which has no padding.
+        k: number of elements to send of each chunk.
+        chunk: maximum side of a chunk.
+        decay: factor of the error memory in each round.
         mean: "all": divide by the number of ranks; "contributors": by the number of those whose
             value is not 0.
-        codec: of the values; None: they are sent as they are.
-        error: returns e, float32 and flat like x; it is changed.
-        cosine: select and send coefficients of the discrete cosine transform.
-        sign: the result is the sign of T'(D).
-        compresses: whether the round that begins is compressed.
+        codec: codec of the values; None: values are not compressed.
+        error: getter of the residual e, float32 and flat like x; e is changed in place.
+        cosine: whether to select and send coefficients of the discrete cosine transform.
+        sign: whether the result is the sign of T'(D).
+        compresses: returns whether the next round is compressed.
 
     Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025
     (arXiv:2508.15706); Peng et al., "DeMo: Decoupled Momentum Optimization", 2024

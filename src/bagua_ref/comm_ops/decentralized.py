@@ -80,10 +80,10 @@ class Decentralized(CommOp):
         intra: hierarchical: the communicator of this node's ranks, of which rank 0 is the leader;
             else None.
         num_ranks: the number of all ranks.
-        everyone: the communicator of all ranks, in which they compare what a function gives.
+        everyone: the communicator of all ranks, in which they compare the graphs of a function.
 
     Attributes:
-        step: the number of executions.
+        step: number of executions so far.
         graph: the graph of the last execution; empty for "all".
 
     Raises:
@@ -203,8 +203,8 @@ class Decentralized(CommOp):
         """Call the user's graph function; return its graph after checking that all ranks got the
         same. Collective over all ranks.
 
-        The function may fail on one rank only, or differ. No rank may then go on alone: it would
-        wait, or mix.
+        The function may fail on some ranks only, or differ between ranks. Then no rank may
+        continue: it would wait forever, or average unrelated weights.
         """
         graph, error = None, None
         try:
@@ -282,7 +282,7 @@ class LowPrecisionDecentralized(CommOp):
     Args:
         comm: the communicator of the ring, with any number of ranks.
         kernels: the kernel backend.
-        codec: compresses the changes.
+        codec: codec of the changes.
         weight: W, of x's size, separate from all other tensors.
         left_peer_weight: L, likewise.
         right_peer_weight: R, likewise.

@@ -24,12 +24,12 @@ class Matrix:
     row-major order of the gradient's axes.
 
     Attributes:
-        name: of its error memory e and its factor Q.
-        start: its first element.
-        n: rows.
-        m: columns.
-        r: the rank of its approximation.
-        place: i, which its random columns depend on.
+        name: name of the parameter, under which residual e and factor Q are stored.
+        start: index of the first element.
+        n: number of rows.
+        m: number of columns.
+        r: rank of the approximation.
+        place: index i of the parameter, which determines its random columns.
         layout: the order of the gradient's elements in the flat tensor.
     """
 
@@ -61,25 +61,25 @@ class LowRank(CommOp):
     """``x <- P Q^T`` for the matrices in x, with P and Q summed over ranks; the exact mean for all
     other elements (S10.2 to S10.5).
 
-    M = gradient + e -> all-reduce P = M Q, and what is not compressed -> orthonormalize P ->
+    M = gradient + e -> all-reduce P = M Q, and uncompressed gradients -> orthonormalize P ->
     all-reduce Q = M^T P
 
-    Each rank sends ``2 (n-1)/n`` times the bytes of P, Q and what is not compressed, in float32
-    (float64 for float64). Scratch is P, Q, what is not compressed, and a float32 copy of x for
+    Each rank sends ``2 (n-1)/n`` times the bytes of P, Q and uncompressed gradients, in float32
+    (float64 for float64). Scratch is P, Q, the uncompressed gradients, and a float32 copy of x for
     16-bit dtypes. While ``round_number()`` is None, it is an all-reduce.
 
     Args:
         comm: the communicator of all ranks.
         kernels: the kernel backend.
-        matrices: those in x that are compressed, in order.
-        factors: Q by name, m x r, as the last round left it; changed.
-        errors: e by name, n x m; changed. Empty without memory.
-        memory: whose error is kept: the own approximation's ("local"), the mean's ("averaged"), or
-            None.
-        seed: of the random columns.
+        matrices: the compressed matrices in x, in order.
+        factors: Q of the last round by name, m x r; changed in place.
+        errors: residuals e by name, n x m; changed in place. Empty without memory.
+        memory: the error to keep: of this rank's own approximation ("local"), of the mean
+            ("averaged"), or None.
+        seed: seed of the random columns.
         warm_start: start from the last round's Q, not from random columns.
-        round_number: returns the number of compressed rounds before this one; None: nothing is
-            compressed.
+        round_number: returns the number of compressed rounds before this one; None in uncompressed
+            rounds.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019 (arXiv:1905.13727).
     """

@@ -79,10 +79,9 @@ class TopK(CommOp):
     p = gradient + e -> all-gather k int32 indices -> all-gather their k values -> add up in rank
     order
 
-    e is what was not sent. In a round in which an element of any rank's p is not finite, which is
-    then among its largest, e stays
-    as it was on every rank: a GradScaler skips the step, and what has overflowed must not come back
-    in later ones.
+    e is the residual: the part of p that was not sent. If an element of any rank's p is not finite,
+    it is among the largest and is sent; then e does not change on any rank: a GradScaler skips the
+    step, and overflowed values must not return in later steps.
 
     Each rank sends ``8 k (n-1)`` bytes. Scratch is a float32 copy of x for sort keys or the sum,
     one more for 16-bit dtypes, and n messages. While ``compresses()`` is False, it is an
@@ -91,15 +90,16 @@ class TopK(CommOp):
     Args:
         comm: the communicator of all ranks.
         kernels: the kernel backend.
-        numel: m, the elements of the bucket without padding, at most 2^31 - 1.
-        ratio: k is this part of m, rounded up.
-        error: returns e, m float32 elements; they are changed. None: no memory.
-        compresses: whether the round that begins is compressed.
-        dtype: of the bucket.
+        numel: m, the number of elements of the bucket without padding, at most 2^31 - 1.
+        ratio: fraction of m elements to send; k is rounded up.
+        error: getter of the residual e, m float32 elements, changed in place; None: no error
+            feedback.
+        compresses: returns whether the next round is compressed.
+        dtype: dtype of the bucket.
 
     Raises:
         TypeError: the bucket is float64.
-        ValueError: it is too large.
+        ValueError: the bucket is too large.
 
     Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017
     (arXiv:1704.05021).

@@ -41,7 +41,7 @@ def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorator of a collective: accept ``tensor.bagua_backend_tensor()`` in place of any tensor,
     and disable autograd.
 
-    A profile shows it by its name.
+    Profiles show the method under its name.
     """
     label = f"bagua_ref::wire/{method.__name__}"
 
@@ -63,9 +63,10 @@ class Communicator(ABC):
     """Collectives among the ``nranks()`` ranks of a group; this rank is ``rank()`` (S3.9).
 
     All ranks call the same collectives in the same order, from one thread at a time. Tensors are
-    contiguous. Movement takes any dtype, reduction the float and integer types that both gloo and
-    NCCL support. The result of ``tensor.bagua_backend_tensor()`` stands for its effective tensor.
-    ``src`` and ``dst`` are ranks within this communicator.
+    contiguous. Data movement supports any dtype; reduction supports the float and integer types of
+    both gloo and NCCL. The result of ``tensor.bagua_backend_tensor()`` can be passed in place of a
+    tensor and stands for the effective tensor. ``src`` and ``dst`` are ranks within this
+    communicator.
 
     Attributes:
         name: the group's name, for messages.
@@ -73,9 +74,9 @@ class Communicator(ABC):
             all-reduce; (n-1)/n of the full buffer for all-gather, reduce-scatter and all-to-all;
             (n-1)/n for reduce and broadcast (the mean over ranks of n-1 copies); the bytes that
             leave this rank for send, gather and scatter.
-        unrounded_bytes: the same before rounding, for sums.
-        compares_calls: whether ranks compare their collectives and arguments before anything is
-            sent. Off where they have compared them already; equal on all ranks.
+        unrounded_bytes: `bytes_sent` before rounding, for sums.
+        compares_calls: whether ranks compare their collectives and arguments before data are sent;
+            equal on all ranks. False where they have already been compared.
     """
 
     compares_calls = True
@@ -110,7 +111,7 @@ class Communicator(ABC):
         """Send ``values``, a few int64, to every rank; their bytes are not counted in `bytes_sent`.
 
         Args:
-            values: equally many on all ranks.
+            values: the same number of integers on all ranks.
 
         Returns:
             A function that waits for every rank's values and returns them, for reading only:
@@ -345,7 +346,7 @@ class Communicator(ABC):
 
         Args:
             send_tensor: n chunks.
-            recv_tensor: as large; it must not overlap the other.
+            recv_tensor: a tensor of the same size, which must not overlap send_tensor.
             overlap: fills the chunks to send and reads those received, meanwhile; None: the caller
                 does so before and after.
         """

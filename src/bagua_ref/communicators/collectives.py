@@ -34,9 +34,10 @@ def combine(tensors: Sequence[Tensor], op: ReduceOp, out: Tensor | None = None) 
     tensors. Integers wrap around.
 
     Args:
-        tensors: one per rank, equal in shape and dtype; unchanged, but for ``out``.
+        tensors: one tensor per rank, equal in shape and dtype; unchanged, except for ``out``.
         op: AVG for floats only, bitwise operations for integers only.
-        out: where the result is written and returned; it may be tensor 0 or 1. None: a new tensor.
+        out: the tensor to write the result to, which is returned; may be tensor 0 or 1. None: a new
+            tensor.
 
     >>> combine([torch.tensor([1.0]), torch.tensor([2.0])], ReduceOp.AVG)
     tensor([1.5000])

@@ -37,15 +37,15 @@ class Connection:
     """The connection of one communicator: a gloo process group and, once needed, an NCCL group of
     the same ranks.
 
-    Making one is collective: it returns when every rank has connected.
+    Creating one is collective: it returns when every rank has connected.
 
     Args:
-        store: a store for these ranks only, through which they find each other.
+        store: a store used by these ranks only, for their rendezvous.
         name: the communicator's.
         rank: the rank of this process in it.
         ranks: the global ranks, in the group's order.
         timeout: seconds without progress after which a collective raises.
-        peers: the job's ranks.
+        peers: the state of the job's ranks.
         shares_memory: whether all ranks are processes of one machine that may share memory.
 
     Attributes:
@@ -109,7 +109,7 @@ class Connection:
         """Send ``values`` to every rank; return a function that waits for all ranks' values. Other
         collectives may run in between.
 
-        One exchange can be under way at a time; errors as `run`.
+        Only one exchange can be in progress at a time. It raises the errors of `run`.
         """
         self._exchanges += 1
         place, mesh = f"agreement {self._exchanges}", self._mesh
@@ -168,20 +168,19 @@ class Connection:
 
         Args:
             collective: its name, for messages.
-            start: takes the process group and returns the works to wait for, or yields each when
-                the last one has ended.
+            start: function of the process group that returns the works to wait for, or yields each
+                one after the last has ended.
             over_nccl: whether to use NCCL instead of gloo.
-            peers: the ranks of this group that it sends to and receives from; None: it is a
-                collective of all.
-            waits: whether to wait, rather than to keep the works for later.
-            place: its name among the waits of this connection; "": the number of collectives waited
-                for.
-            call: the call that all ranks must make, in words; "": not compared.
+            peers: the ranks of this group that take part, as senders or receivers; None: all.
+            waits: whether to wait; if not, the works are stored for later.
+            place: name of this wait, unique within the connection; "": the number of collectives
+                waited for.
+            call: description of the call, which must be equal on all ranks; "": not compared.
 
         Raises:
             CommunicationTimeoutError: no progress within the timeout.
-            CommunicationError: it failed otherwise, `abort` was called, or another thread is using
-                it. It cannot be retried.
+            CommunicationError: the collective failed, `abort` was called, or another thread is
+                using the connection. It cannot be retried.
             Exception: a computation of ``start`` between works failed, which is reported to the
                 other ranks. It cannot be retried.
         """

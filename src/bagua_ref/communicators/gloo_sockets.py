@@ -73,12 +73,12 @@ def open_sockets() -> dict[int, int]:
 class GlooSockets:
     """The sockets that connect this rank with the others in a gloo process group.
 
-    gloo shows no descriptors, so they are found: sockets that are new since before the group was
-    made, and of which one end has the number of a port on which a rank of the group listens. Other
-    threads may open sockets at the same time.
+    gloo does not reveal its descriptors, so they are identified: sockets opened since the group's
+    creation began, one end of which has a port on which a rank of the group listens. Other threads
+    may open sockets at the same time.
 
     Args:
-        before: the `open_sockets` before the group was made.
+        before: the `open_sockets` before the group was created.
     """
 
     def __init__(self, before: dict[int, int]) -> None:

@@ -54,7 +54,7 @@ class TorchDistributedTransport:
     """The connections between the processes of one job, which find each other through a shared
     store.
 
-    Making one is collective: every rank of the job does so with the same ``world_size``, and it
+    Creating one is collective: every rank of the job does so with the same ``world_size``, and it
     returns when all have.
 
     Args:
@@ -67,7 +67,7 @@ class TorchDistributedTransport:
 
     Attributes:
         node_of: the node of each global rank; nodes are numbered as they first appear.
-        owns_gpu: whether every rank has a GPU of its own.
+        owns_gpu: whether every rank has its own GPU.
         store: the part of the store that only this job uses.
     """
 

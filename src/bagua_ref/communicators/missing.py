@@ -139,14 +139,14 @@ class _Wait:
 class Peers:
     """One rank's knowledge of all ranks of its job: their waits, failures and ends.
 
-    If every rank waits, and no collective has all of its members waiting in it, that is a deadlock:
-    all waits are interrupted, on every rank. A wait in a collective of a group that another rank has
-    given up is interrupted, too, and one for a rank whose process has ended, unless that rank has
-    left.
+    A deadlock means that every rank is waiting, but no collective has all of its members waiting in
+    it; then all waits are interrupted, on every rank. A wait is also interrupted if another rank
+    has given up the group, or if the process of an awaited rank has ended, unless that rank has
+    reported its end.
 
     Each rank publishes a record of its waits once they have lasted a while: whether all of its
-    threads wait, the waits, the collectives that it has passed, and its last operation if it waits
-    for nobody. While it trains, it publishes nothing.
+    threads are waiting, the waits, the collectives that it has passed, and its last operation if it
+    is not waiting. During normal training, nothing is published.
 
     A collective's place is ``group/number``; a place without a number comes only once.
 
@@ -154,7 +154,7 @@ class Peers:
         store: the job's store.
         rank: this rank.
         world_size: the number of ranks.
-        processes: those of the ranks, as far as they can be watched.
+        processes: watcher of the ranks' processes, as far as they can be watched.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, processes: Processes) -> None:
@@ -196,12 +196,12 @@ class Peers:
 
         Args:
             what: the words that follow "rank 3 waits " in messages.
-            place: the collective that it waits in, named alike on all ranks; "" if it waits for
-                this rank's own thread.
+            place: the collective in which it waits, with the same name on all ranks; "" for a wait
+                for this rank's own thread.
             members: the ranks of the collective.
-            interrupt: ends the wait, with the reason; called on another thread.
-            is_background: whether the calling thread only does what other threads of this rank
-                submit.
+            interrupt: function that ends the wait, given the reason; called on another thread.
+            is_background: whether the calling thread only runs tasks submitted by other threads of
+                this rank.
             timeout: seconds after which the wait ends by itself.
         """
         me = threading.get_ident()
@@ -243,8 +243,8 @@ class Peers:
         """Register a wait, like `waiting`, for work on a device until it is completed; no thread
         waits for it.
 
-        After ``timeout`` seconds it is interrupted with who is missing. Works are checked in the
-        order in which they were added.
+        After ``timeout`` seconds, the work is interrupted with a message about the missing ranks.
+        Works are checked in the order in which they were added.
         """
         self._works.append(_Wait(what, place, members, interrupt, True, timeout, work))
         self._start()
@@ -268,8 +268,8 @@ class Peers:
         which they connect to each other.
 
         Raises:
-            CommunicationTimeoutError: they did not come in time; names the missing ones.
-            CommunicationError: ``make`` has failed, which the others hear, or the wait was
+            CommunicationTimeoutError: members did not arrive in time; the message names them.
+            CommunicationError: ``make`` failed, which is reported to the others, or the wait was
                 interrupted.
         """
         who, keys = title(group, self._rank, members), {r: f"here/{group}/{r}" for r in members}
@@ -333,11 +333,11 @@ class Peers:
         timeout to the other ranks.
 
         Args:
-            collective: its name.
+            collective: name of the collective.
             group: the communicator's name.
-            members: its ranks.
-            place: the collective's.
-            error: the library's.
+            members: the ranks of the communicator.
+            place: place of the collective.
+            error: exception of the library.
             timeout: seconds without progress after which it fails.
             hung_up: the ranks whose sockets are closed.
         """
@@ -408,12 +408,12 @@ class Peers:
         """Describe the ``members`` that are not waiting in the collective ``place``: their other
         waits, or their last operation.
 
-        This waits until a rank that has come late must have said so.
+        This waits long enough for ranks that arrived late to publish it.
 
         Args:
             place: the collective.
-            members: its ranks.
-            timeout: that of the wait.
+            members: the ranks of the collective.
+            timeout: timeout of the wait.
             what: the words after "rank 3 ".
         """
         until = time.monotonic() + min(_PATIENCE, timeout / 2) / 2
@@ -491,8 +491,8 @@ class Peers:
         interpreter is shutting down.
 
         Args:
-            error: the exception that ends it; None: it ends normally.
-            steps: its optimizer steps; None: it trained nothing.
+            error: the exception that ends the rank; None: a normal end.
+            steps: number of optimizer steps; None: the rank trained nothing.
         """
         end = "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST]
         self._stop.set()
@@ -731,7 +731,8 @@ def describe_deadlock(waits: Sequence[Sequence[Any]]) -> str:
     """Describe the waits of all ranks if they form a deadlock, else return "".
 
     Args:
-        waits: those of each rank: a description, the collective, its members, and a number.
+        waits: the waits of each rank, each with a description, the collective, its members, and a
+            number.
 
     >>> ours = ["in barrier", "all/7", [0, 1], 5]
     >>> describe_deadlock([[ours], [["in allreduce", "module/3", [0, 1], 6]]])

@@ -54,10 +54,10 @@ def exchange_pipelined(
     Args:
         group: gloo's process group.
         sends: (tensor, peer) pairs.
-        recvs: likewise.
+        recvs: (tensor, peer) pairs.
         tags: the numbers of pieces sent to each peer and received from it so far; updated.
-        before: called with the bytes of each tensor that are sent next; it may still change them.
-        after: called with the bytes of each tensor that have just been received.
+        before: called with the byte range to send next of each tensor, which it may still change.
+        after: called with the byte range just received of each tensor.
 
     Raises:
         ComputingError: ``before`` or ``after`` has failed.
@@ -96,7 +96,7 @@ def compute(step: Callable[[slice], object] | None, place: int, size: int) -> No
     """Call ``step`` with the byte range of piece ``place``, for pieces of ``size`` bytes.
 
     Raises:
-        ComputingError: it has failed.
+        ComputingError: ``step`` raised an exception.
     """
     if step is None:
         return
@@ -119,9 +119,9 @@ class Overlap:
     nothing of it. Bytes are counted from a chunk's beginning.
 
     Args:
-        fill: computes the bytes to send, and yields the number of final ones.
-        read: yields the number of bytes that must have arrived before its next step, which uses
-            them.
+        fill: iterator that computes the bytes to send, and yields the number of final ones.
+        read: iterator that uses received bytes, and yields the number that must have arrived before
+            its next step.
 
     >>> def fill():
     ...     print("first half"); yield 2

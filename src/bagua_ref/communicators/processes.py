@@ -139,7 +139,7 @@ def leave_to_parent(connected: Any) -> None:
     """Register ``connected``, so that every forked child of this process calls
     ``connected.leave_to_parent()``.
 
-    It closes sockets there, so that they end with the parent.
+    The method closes sockets in the child, so that connections end with the parent.
     """
     _connected.add(connected)
     _watch_forks()
@@ -149,7 +149,7 @@ def refuse_in_child(pid: int) -> None:
     """Raise CommunicationError if this is a forked child of process ``pid``.
 
     Raises:
-        CommunicationError: it was forked from that process.
+        CommunicationError: this process was forked from process ``pid``.
     """
     if os.getpid() != pid:
         raise CommunicationError(

@@ -49,7 +49,7 @@ def another_connection(store: Store) -> Store:
         store: a torch store, or a `Prefixed` view of one.
 
     Raises:
-        CommunicationError: its server cannot be reached.
+        CommunicationError: the store's server cannot be reached.
     """
     try:
         if hasattr(store, "clone"):
@@ -80,10 +80,10 @@ def ask(
 
     Args:
         store: a torch store, or a `Prefixed` view of one.
-        use: reads or writes it.
-        otherwise: returned if the store fails.
+        use: function of a store that reads or writes it.
+        otherwise: the result if the store fails.
         limit: seconds after which ``otherwise`` is returned.
-        anew: whether to open a connection, for which descriptors may be short, rather than use
+        anew: whether to open a new connection, which needs free descriptors, instead of using
             ``store`` itself.
     """
 
@@ -137,7 +137,7 @@ def within(function: Callable[[], T], seconds: float) -> T:
     forever for a stopped server.
 
     Raises:
-        NoReply: it had not returned after ``seconds``; the thread goes on.
+        NoReply: ``function`` did not return within ``seconds``; its thread continues.
     """
     deadline = time.monotonic() + seconds
 
@@ -175,12 +175,12 @@ def parse_message(data: bytes, form: Any, whose: str) -> Any:
     """Parse and validate the JSON that another rank wrote into the store.
 
     Args:
-        data: what it wrote.
-        form: see `check_form`.
+        data: the message.
+        form: the expected form; see `check_form`.
         whose: the name of the rank or node, for messages.
 
     Raises:
-        CommunicationError: it has another form.
+        CommunicationError: the message has another form.
     """
     try:
         value = load_json(data)
@@ -210,11 +210,11 @@ def rendezvous(
         world_size: the number of ranks.
         info: information for the other ranks, as JSON values.
         timeout: seconds to wait for the others.
-        form: the form that the others' must have, see `bagua_ref.base.untrusted.check_form`.
+        form: the expected form of the others' ``info``; see `bagua_ref.base.untrusted.check_form`.
 
     Raises:
-        CommunicationTimeoutError: they did not come in time; names the missing ranks as far as they
-            are known.
+        CommunicationTimeoutError: ranks did not arrive in time; the message names them as far as
+            they are known.
         StoreLostError: the store failed, as when the process that serves it ends.
         CommunicationError: a rank wrote an invalid message.
     """

@@ -68,7 +68,7 @@ class _Pipe:
         belong to ``call``.
 
         Raises:
-            OtherCallError: the peer has sent them in another collective, or with another size.
+            OtherCallError: the peer sent the piece in another collective, or with another size.
         """
         if (theirs := self.peer.filled[0]) != call:
             what = f"{theirs[1]} bytes" if theirs[0] == call[0] else "data of another collective"
@@ -97,7 +97,7 @@ class SharedMemory:
 
     Args:
         mesh: the sockets to the other ranks.
-        slots: for each other rank, the slots to fill for it, and those that it fills.
+        slots: by rank, the slots that this rank fills, and the slots that the other rank fills.
     """
 
     def __init__(self, mesh: Mesh, slots: Mapping[int, tuple[list[Tensor], list[Tensor]]]) -> None:
@@ -117,8 +117,8 @@ class SharedMemory:
         """Exchange tensors, as `exchange_pipelined` does; participating ranks must pass the same
         ``name`` ("": derived from the dtypes).
 
-        With ``everyone``, ranks that have nothing to send to each other send the name, so that all
-        notice if one has another name.
+        With ``everyone``, ranks without data for each other send the name, so that all ranks detect
+        a different name.
         """
         outgoing, incoming = self._pieces_by_peer(sends, name), self._pieces_by_peer(recvs, name)
         for pipe in self._pipes.values() if everyone else ():
@@ -142,8 +142,8 @@ class SharedMemory:
         """Reduce ``flat`` over ranks, in place: each rank reduces one chunk, piece by piece, and
         sends it to all others.
 
-        Of three successive pieces, one is sent to the rank that combines it, one is combined, and
-        one received combined.
+        The stages are pipelined: while one piece is sent to the rank that reduces it, the piece
+        before is reduced, and the result of the one before that is received.
         """
         call = _call(f"allreduce {op.name} {flat.dtype}", flat)
         chunk = -(-flat.numel() // self._nranks)
@@ -215,8 +215,8 @@ def connect(mesh: Mesh, share: Callable[[Sequence[int]], list[list[int]]]) -> Sh
     on any rank, close the mesh and return None on every rank.
 
     Args:
-        mesh: Unix sockets.
-        share: exchanges int64 in another way; its exceptions are raised here, too.
+        mesh: Unix sockets to all other ranks.
+        share: function that exchanges int64 in another way; its exceptions are propagated.
     """
     slots, why = {}, ""
     try:

@@ -52,14 +52,16 @@ def connect_all(
     """Connect all ranks of a group by sockets; return None on every rank if some were not connected
     within five seconds, or half of ``timeout``.
 
-    Any process may connect to a rank that listens; those without its secret are disconnected.
+    Any process can connect to a listening rank; processes that do not know its secret are
+    disconnected.
 
     Args:
         rank: this rank.
         nranks: the number of ranks.
         host: a machine that all ranks reach; this rank listens on the address from which it would
             connect to it. "": all ranks are on one machine, and use Unix sockets.
-        share: exchanges equally many int64 with every rank; its exceptions are raised here, too.
+        share: function that exchanges the same number of int64 with every rank; its exceptions are
+            propagated.
         timeout: seconds that the other ranks wait in ``share``, and that any wait for a message
             lasts at most.
     """
@@ -156,10 +158,10 @@ class Peer:
     Attributes:
         rank: the other rank.
         socket: a connected socket.
-        ints: lists of numbers that it has sent, oldest first.
-        filled: the collective and size of each piece that it has put into shared memory.
-        taken: how many pieces of this rank it has taken from there.
-        end_reason: the reason that nothing more comes, "" while it may.
+        ints: lists of integers received from the other rank, oldest first.
+        filled: collective and size of each piece that the other rank has put into shared memory.
+        taken: number of this rank's pieces that the other rank has taken from shared memory.
+        end_reason: why the connection has ended; "" while it is open.
     """
 
     def __init__(self, rank: int, connected: socket.socket) -> None:
@@ -175,7 +177,7 @@ class Peer:
         """Send a message without blocking; the socket buffers hundreds, and no rank is two ahead.
 
         Raises:
-            RuntimeError: there is no room.
+            RuntimeError: the socket's buffer is full.
         """
         message = _HEADER.pack(kind, size)
         if values:  # notes about pieces have none, and there are many
@@ -226,7 +228,7 @@ class Mesh:
     Args:
         rank: this rank.
         sockets: a connected socket to each other rank.
-        timeout: seconds after which a wait for messages has failed.
+        timeout: time limit of a wait for messages, in seconds.
 
     Attributes:
         peers: the other ranks, in their order.
@@ -265,7 +267,7 @@ class Mesh:
         """Read messages for at most ``seconds``; return whether the exchange is complete.
 
         Raises:
-            RuntimeError: it will never be.
+            RuntimeError: the exchange can no longer be completed.
         """
         if seconds:
             self._listen(seconds)
@@ -329,9 +331,9 @@ class Until:
     work.
 
     Args:
-        step: reads messages, after waiting for the first for some seconds at most; returns whether
-            the wait is over, and raises RuntimeError if it never will be.
-        timeout: seconds, from the first `wait` on, after which it has failed.
+        step: function that waits at most the given seconds for messages and reads them; returns
+            whether the wait is over, and raises RuntimeError if it never will be.
+        timeout: time limit in seconds, counted from the first `wait`.
     """
 
     def __init__(self, step: Callable[[float], bool], timeout: float) -> None:
@@ -348,7 +350,7 @@ class Until:
         """Wait for the messages, at most ``limit``.
 
         Raises:
-            RuntimeError: it is not over in time; if `is_completed`, it never will be.
+            RuntimeError: the wait timed out; if `is_completed`, for good.
         """
         now = time.monotonic()
         self._deadline = min(self._deadline, now + self._timeout)

@@ -33,11 +33,11 @@ class TorchDistributedCommunicator(Communicator):
     """A `Communicator` over gloo, shared memory between processes of one machine and, from the
     first CUDA tensor on, NCCL.
 
-    Movement without arithmetic transfers bytes, so it takes any dtype. Sums of 16-bit floats are
-    computed in float32 and rounded once, while gloo would round, and overflow, at every rank; sums
-    over NCCL are NCCL's. With NCCL, the calling thread's current stream waits for a collective, not
-    the host. If a rank dies or does not arrive within the timeout, the other ranks raise, and the
-    communicator cannot be used any more.
+    Data movement without arithmetic transfers bytes, so it supports any dtype. Sums of 16-bit
+    floats are computed in float32 and rounded once, while gloo would round, and overflow, at every
+    rank; sums over NCCL are NCCL's. With NCCL, the calling thread's current stream waits for a
+    collective, not the host. If a rank dies or does not arrive within the timeout, the other ranks
+    raise, and the communicator can no longer be used.
 
     Args:
         connection: the connection of its ranks.
@@ -129,7 +129,7 @@ class TorchDistributedCommunicator(Communicator):
         """Send each receiver the sizes and dtypes of its messages, which gloo does not check.
 
         Raises:
-            CommunicationError: this rank expects others than are sent.
+            CommunicationError: this rank expects messages of other sizes or dtypes.
         """
         if not self.compares_calls or self._connection.memory is not None:
             return
@@ -345,11 +345,11 @@ class TorchDistributedCommunicator(Communicator):
         """Compare ``call``, and the size and dtype of ``tensor``, with the calls of the other
         ranks; return its full text. Collective.
 
-        Through shared memory, ranks compare it with the pieces that they receive; only a tensor
-        without a piece for some rank needs a message.
+        With shared memory, ranks compare calls by the headers of received pieces; an extra message
+        is needed only if a tensor has no piece for some rank.
 
         Raises:
-            CommunicationError: they differ; every rank raises it.
+            CommunicationError: the calls differ; raised on every rank.
         """
         call = call if tensor is None else f"{call} of {describe(tensor)}"
         if (

@@ -163,12 +163,12 @@ def _two_passes(
     end, which is still in the second-level cache as far as that can hold it.
 
     Args:
-        source: of both kernels.
+        source: source file of both kernels.
         kernels: their names, without the dtype.
-        x: the tensor that is compressed.
-        size: of a chunk.
+        x: the tensor to compress.
+        size: number of elements of a chunk.
         chosen: the result of `_chosen`.
-        first: the first launch's parts, as of `_parts`.
+        first: parts of the first launch, a result of `_parts`.
     """
     start, payload, num_chunks = chosen
     many, part_size = map(long, first)

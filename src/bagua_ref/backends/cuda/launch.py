@@ -56,7 +56,7 @@ class DeviceProperties:
     """Device properties needed for planning.
 
     Attributes:
-        multiprocessors: their number; large grids are a multiple of it.
+        multiprocessors: number of multiprocessors; large grids are a multiple of it.
     """
 
     multiprocessors: int
@@ -67,7 +67,7 @@ class KernelLaunch:
     """A launch of one kernel on one grid.
 
     Attributes:
-        source: the file of the kernel, without suffix.
+        source: source file of the kernel, without suffix.
         kernel: its name, including the dtype.
         grid: the number of blocks, of `BLOCK` threads each.
         shared: bytes of dynamic shared memory per block.
@@ -88,8 +88,8 @@ class Plan:
 
     Attributes:
         launches: the launches in order; empty if there is nothing to do.
-        workspace: bytes of scratch memory that they share, uninitialised; nothing else may use it
-            until they are done.
+        workspace: bytes of uninitialized scratch memory shared by the launches; nothing else may
+            use it until they are done.
     """
 
     launches: tuple[KernelLaunch, ...] = ()

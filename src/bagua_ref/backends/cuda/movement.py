@@ -51,8 +51,9 @@ class Strided(ctypes.Structure):
 def is_plain(tensor: Tensor, *, written: bool) -> bool:
     """Return whether the kernels support a tensor; torch copies the others.
 
-    The rest: lazily negated or conjugated views, tensors with more than eight axes that cannot be
-    merged, and outputs with several elements at one address, for which torch raises an error.
+    Not supported are lazily negated or conjugated views, tensors with more than eight axes that
+    cannot be merged, and outputs with several elements at one address, for which torch raises an
+    error.
     """
     if tensor.is_neg() or tensor.is_conj():
         return False

@@ -140,7 +140,7 @@ class BlockCodec(RowCodec, Microscaling):
     elements that share a scale.
 
     Attributes:
-        shift: `restore` returns numbers that are too small by 2^shift.
+        shift: the numbers that `restore` returns must be multiplied by 2^shift.
         poison: the scale byte of a poisoned block.
     """
 
@@ -152,11 +152,10 @@ class BlockCodec(RowCodec, Microscaling):
         """Quantize a tile to bytes: ``tile * factor``, rounded and saturated.
 
         Args:
-            tile: blocks of float32 numbers; unchanged. The elements of a block that is poisoned do
-                not matter.
+            tile: blocks of float32 numbers; unchanged. Results for poisoned blocks are ignored.
             magnitude: their absolute values; may be changed.
-            factor: a column, one for each block.
-            buffers: of which slots 3 and up are free.
+            factor: the factor of each block, as a column.
+            buffers: scratch buffers, of which slots 3 and up are free.
         """
 
     @abstractmethod
@@ -175,7 +174,7 @@ class BlockCodec(RowCodec, Microscaling):
 
         Args:
             largest: the bits of each block's max |x|.
-            chunk: what `begin` has returned for the block's chunk.
+            chunk: the result of `begin` for the block's chunk.
         """
         # The exponent's field of float32 has E8M0's bias, and is 0 for subnormals and zeros.
         scale = np.maximum((largest + np.int32(self.rounding) >> _MANTISSA) - self.emax, 0)
@@ -188,7 +187,7 @@ class BlockCodec(RowCodec, Microscaling):
 
         Args:
             scale: the blocks' scale bytes, as rows of their chunks.
-            payload: of these chunks.
+            payload: payload of these chunks.
         """
         exponent = scale.reshape(-1, 1).astype(np.int32) - _BIAS + self.shift
         first = np.ldexp(np.float32(1), np.minimum(exponent, 127))
@@ -296,8 +295,8 @@ class FloatCodec(BlockCodec):
     """Base of block formats with floating-point elements.
 
     Attributes:
-        bias: of the element's exponent.
-        mantissa: bits of it.
+        bias: bias of the element's exponent.
+        mantissa: number of mantissa bits.
         largest: the largest finite number.
     """
 
