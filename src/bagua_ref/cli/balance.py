@@ -57,7 +57,7 @@ def read_lengths(source: str) -> list[float]:
     """Read positive numbers from a file, or from an importable list or dataset.
 
     Raises:
-        ValueError: something is no positive number below 1e18, or there are none.
+        ValueError: an entry is not a positive number below 1e18, or there are no entries.
         OSError: the file cannot be read.
         CommandError: ``package:name`` cannot be imported.
     """
@@ -93,11 +93,11 @@ def work_of_epochs(
     """Return the work of one epoch for each way of distributing the samples.
 
     Args:
-        lengths: of the samples.
+        lengths: lengths of the samples.
         ranks: the number of training processes.
         batch_size: samples per rank and step.
-        seed: of all samplers.
-        random_level: of the balanced sampler.
+        seed: seed of all samplers.
+        random_level: random_level of the balanced sampler.
         cost: a name in `COSTS`.
         max_cost: the budget of a batch; None: the cost of a batch of mean lengths, or of the
             longest sample.

@@ -48,10 +48,10 @@ class Outcome(NamedTuple):
     """The result of a command: text, JSON and exit code.
 
     Attributes:
-        text: what it prints.
-        result: what ``--json`` prints instead; None: nothing.
+        text: the printed output.
+        result: the output with ``--json``; None: nothing.
         code: the exit code.
-        files: what is written then, by path.
+        files: contents of files to write, by path.
     """
 
     text: str

@@ -159,17 +159,17 @@ class TrainingOutcome:
     """Result of training with one algorithm, averaged over ranks.
 
     Attributes:
-        algorithm: its name, or `ALONE`.
+        algorithm: name of the algorithm, or `ALONE`.
         test_accuracy: share of the test images that are classified correctly.
         final_loss: training loss over the last epoch.
         bytes_per_step: bytes sent per step and rank.
         ratio: bytes_per_step divided by those of a float32 all-reduce of the gradients; None if
             that needs no communication.
-        steps_per_second: of the slowest rank.
+        steps_per_second: steps per second of the slowest rank.
         weight_difference: largest difference of a weight between two ranks after the last step.
         losses: loss of each step.
         bytes_sent: bytes sent up to each step.
-        warmup_steps: first steps, if any, in which whole gradients are all-reduced.
+        warmup_steps: number of first steps that all-reduce full gradients.
     """
 
     algorithm: str

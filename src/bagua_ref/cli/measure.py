@@ -145,13 +145,14 @@ def time_operations(repeat: int, links: LinkCosts) -> tuple[dict[str, float], di
     """Measure a rank's own time in operations on buckets, by codec: seconds per element, and
     seconds per operation of any size.
 
-    Short trainings are timed, without what they take without communication. The rate is that of one
-    simulated rank alone, by large buckets. An operation is that of all ranks on small buckets,
-    without the time of its links. The most expensive codec stands for those that are not listed.
+    Short training runs are timed, minus their time without communication. The time per element is
+    measured with a single simulated rank on large buckets; the time per operation with all ranks on
+    small buckets, minus the time of the links. Codecs that are not listed count as the most
+    expensive one.
 
     Args:
-        repeat: steps of each training.
-        links: of all ranks.
+        repeat: number of steps of each run.
+        links: costs of the links.
     """
     usual = ByteGradAlgorithm(hierarchical=False)
     kinds = {"": GradientAllReduceAlgorithm(hierarchical=False), usual.compression: usual}

@@ -30,11 +30,10 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
     same number of them (S7.7).
 
     The N samples are ordered by cost and cut into batches, each as large as the budget allows. With
-    shuffle, equal costs are mixed,
-    and then the samples of every ``mix`` neighbouring batches, which are cut again: larger ``mix``,
-    more random batches and more padding. The largest batches are halved until R divides their
-    number. Sorted by cost, R neighbours make a step, so that all replicas have similar work in
-    each; the steps come in random order.
+    shuffle, equal costs are mixed, and then so are the samples of every ``mix`` neighbouring
+    batches, which are split again: a larger ``mix`` makes batches more random, with more padding.
+    The largest batches are halved until R divides their number. Sorted by cost, R neighbours make a
+    step, so that all replicas have similar work in each; the steps come in random order.
 
     Every sample is drawn once per epoch (some once more if N < R), or dropped with drop_last. All
     replicas must get the same costs and options. Pass it to a DataLoader as ``batch_sampler``. The
@@ -43,12 +42,12 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
     ``state_dict()`` counts the batches that the newest iterator has returned. A DataLoader with
     workers fetches batches ahead of training; then pass the number that training has used:
     ``state_dict(batches=batches_done)``. A sampler with another number of replicas continues the
-    epoch with the samples that are left (S7.6).
+    epoch with the remaining samples (S7.6).
 
     Args:
         costs: one positive finite number per sample, such as its length in tokens, as a list, an
             array or a 1-D tensor; copied.
-        max_cost: the largest cost of a batch, at least 1.
+        max_cost: maximum cost of a batch, at least 1.
         padded: how m samples, the largest of cost h, are counted. True: m * h, all padded to the
             largest; False: the sum of their costs; a function (m, h) -> number that decreases in
             neither, such as ``lambda m, h: m * h * h`` for attention.
@@ -57,8 +56,8 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         shuffle: draw a new order in each epoch, see `set_epoch`.
         seed: the random seed, the same on all replicas.
         mix: the number of neighbouring batches whose samples are mixed, with shuffle; 1: none.
-        drop_last: drop the cheapest batches, at most R - 1, instead of halving the largest;
-            `dropped` says how many.
+        drop_last: drop the cheapest batches, at most R - 1, instead of halving the largest; their
+            number is `dropped`.
 
     Raises:
         ValueError: a cost, or that of a single sample, exceeds the budget, is not positive or not
@@ -287,10 +286,10 @@ class Steps:
         samples: the samples of all batches, int64.
         batches: where each batch begins and ends in ``samples``, of shape (number of batches, 2),
             by ascending price.
-        turns: the numbers of the steps.
+        turns: indices of the steps in drawing order.
         replicas: R.
-        rank: of the replica that `items` are for.
-        dropped: the number of batches that are left out.
+        rank: index of the replica whose batches `items` returns.
+        dropped: number of dropped batches.
     """
 
     def __init__(

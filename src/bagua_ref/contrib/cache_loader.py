@@ -45,11 +45,11 @@ class CacheStats:
     """Counters of one process, as returned by `CacheLoader.stats`.
 
     Attributes:
-        hits: values that came from the cache.
-        misses: values that load_fn computed.
-        errors: requests that a server failed or refused, and values that were damaged or too large.
-        bytes_read: encoded values read from the servers.
-        bytes_written: encoded values written to the servers.
+        hits: number of values read from the cache.
+        misses: number of values computed by load_fn.
+        errors: number of failed or refused requests, and of damaged or too large values.
+        bytes_read: bytes of encoded values read from the servers.
+        bytes_written: bytes of encoded values written to the servers.
 
     >>> from bagua_ref.contrib.cache_loader import CacheStats
     >>> CacheStats(hits=90, misses=10, errors=0, bytes_read=1_840_000, bytes_written=204_000)
@@ -72,16 +72,16 @@ class CacheLoader:
     """Cache for the values of an expensive function in a key-value store, under
     ``"{dataset_name}_{key}"`` (S8.1).
 
-    If a server is down, full or has damaged values, that costs time but raises nothing: ``load_fn``
-    computes the values (S8.3). Loaders can be sent to DataLoader workers, forked or spawned; each
-    process has its own connections, write buffer and counts. Make the first loader of a job on every
-    rank, in its main process.
+    If a server is down or full, or has damaged values, no error is raised: ``load_fn`` computes the
+    values, which takes longer (S8.3). Loaders can be sent to DataLoader workers, forked or spawned;
+    each process has its own connections, write buffer and counts. Make the first loader of a job on
+    every rank, in its main process.
 
     Args:
         backend: "redis", a server that all processes share, or "fakeredis", one in Python inside
             each process, for tests.
         dataset_name: loaders with the same name share values; give each dataset its own name.
-        writer_buffer_size: the number of values to collect before they are written (S8.2).
+        writer_buffer_size: number of values to buffer before writing them (S8.2).
         allow_pickle: whether objects other than tensors, arrays, numbers, str, bytes and tuples,
             lists and dicts of them may be stored with pickle; None: on servers that this job
             started, not on ``hosts`` (S8.5).
@@ -151,7 +151,7 @@ class CacheLoader:
             load_fn: computes the value from the key; its exceptions are not caught.
 
         Raises:
-            TypeError: the key is something else, the value is a NumPy structured array, or it needs
+            TypeError: the key has another type, the value is a NumPy structured array, or it needs
                 pickle without permission (S8.5).
         """
         return self.get_many([key], lambda keys: [load_fn(keys[0])], flush=False)[0]
@@ -271,8 +271,8 @@ def _plain(key: Any) -> Any:
     """Convert a key to built-in types, whose text identifies it completely (S8.1).
 
     Raises:
-        TypeError: it is something else, whose text need not: that of an array leaves out elements,
-            for example.
+        TypeError: the key has another type, whose text may be incomplete, such as that of an array,
+            which omits elements.
     """
     if key is None or type(key) in (str, int, bool, float, bytes):
         return key

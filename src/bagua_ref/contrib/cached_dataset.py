@@ -25,12 +25,11 @@ class CachedDataset(Dataset[Any]):
     the cache, not before it, as ``dataset`` is evaluated only once.
 
     Args:
-        dataset: has ``__getitem__`` and ``__len__``.
+        dataset: an object with ``__getitem__`` and ``__len__``.
         backend: see `CacheLoader`.
         dataset_name: datasets with the same name share samples; give each its own name, and a new
             one when its samples change.
-        writer_buffer_size: the number of individually requested samples to collect before they are
-            written.
+        writer_buffer_size: number of individually requested samples to buffer before writing them.
         kwargs: further arguments of `CacheLoader` and `RedisStore`.
 
     Attributes:
@@ -90,7 +89,7 @@ class CachedDataset(Dataset[Any]):
         """Compute all samples missing from the cache; return their number. Ranks that call this
         share the work.
 
-        It returns when this rank's share is done; use a barrier to wait for the others.
+        It returns when this rank has finished its share; use a barrier to wait for the others.
 
         Args:
             progress: whether to show progress on standard error, on the first rank.

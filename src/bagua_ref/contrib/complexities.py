@@ -69,8 +69,8 @@ def read_complexities(
 
     Args:
         dataset: a dataset with a length.
-        complexity_fn: sample -> complexity.
-        progress: show it on standard error.
+        complexity_fn: function that returns a sample's complexity.
+        progress: whether to show progress on standard error.
     """
     places = tracked(range(len(dataset)), "complexities", progress)
     return _packed(
@@ -82,10 +82,10 @@ def numbers_of(complexities: Any, length: int | None, name: str = "complexities"
     """Return a copy of ``complexities``, a 1-D tensor or array or any iterable of numbers, as exact
     numbers.
 
-    Errors call it ``name``.
+    ``name`` is the argument's name, for messages.
 
     Raises:
-        ValueError: there are not ``length`` of them (None: any number but 0), or one is NaN.
+        ValueError: their number is not ``length`` (None: any number but 0), or one is NaN.
         TypeError: one of them is not a number.
     """
     iterable = hasattr(complexities, "__iter__") or hasattr(complexities, "__getitem__")
@@ -156,8 +156,8 @@ class Ordering:
     """Order of samples by ascending complexity + noise; ties keep the samples' order (S7.2).
 
     It stores 8 bytes per sample: the order itself if noise is always zero, else the complexities.
-    Only if these, with noise added, are exact neither in int64 nor in float64, it stores and sorts
-    Python numbers.
+    Python numbers are stored and sorted only if complexities plus noise are exact in neither int64
+    nor float64.
 
     Args:
         numbers: the complexities.

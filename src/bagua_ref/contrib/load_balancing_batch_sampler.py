@@ -25,7 +25,7 @@ class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"
     ``state_dict()`` counts the batches that the newest iterator has returned. A DataLoader with
     workers fetches batches ahead of training; then pass the number that training has used:
     ``state_dict(batches=batches_done)``. With another number of replicas, the samples that no
-    replica has drawn are distributed and cut anew (S7.6).
+    replica has drawn are distributed and split again (S7.6).
 
     Args:
         sampler: a `LoadBalancingDistributedSampler` with drop_last=False.
@@ -130,10 +130,10 @@ class Batches:
     """Batches of all replicas, the same number for each (S7.4).
 
     Args:
-        shares: the samples of each replica.
+        shares: the samples of each replica, as chunks.
         batch_fn: indices -> batches.
         drop_last: drop the excess batches instead of repeating.
-        kept: the replicas whose batches are remembered.
+        kept: the replicas whose batches are stored.
     """
 
     def __init__(

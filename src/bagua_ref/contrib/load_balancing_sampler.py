@@ -49,7 +49,7 @@ class LoadBalancingDistributedSampler(
     ``state_dict()`` counts the samples that the newest iterator has returned. A DataLoader with
     workers fetches samples ahead of training; then pass the number that training has used:
     ``state_dict(samples=batches_done * batch_size)``. A sampler with another number of replicas
-    continues the epoch with the samples that are left (S7.6).
+    continues the epoch with the remaining samples (S7.6).
 
     Args:
         dataset: has a length of at least 1. It is read once, when the sampler is made, unless
@@ -211,10 +211,10 @@ class Chunks:
     """Chunks of R neighbours in the order of samples, in drawing order (S7.3).
 
     Args:
-        order: samples, int64.
-        chunks: the numbers of chunks.
+        order: all samples in order, int64.
+        chunks: indices of the chunks, in drawing order.
         replicas: R.
-        rank: of the replica that `items` are for.
+        rank: index of the replica whose samples `items` returns.
     """
 
     def __init__(self, order: Tensor, chunks: Tensor, replicas: int, rank: int) -> None:

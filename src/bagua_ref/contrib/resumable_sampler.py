@@ -74,8 +74,9 @@ class Place:
 class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
     """Base of samplers that draw an epoch in segments, each with its own number of replicas (S7.6).
 
-    A stretch distributes the samples that no earlier one has drawn. Its plan follows from the epoch
-    and the earlier stretches: every replica makes the same, and a saved position is a few numbers.
+    A segment (`Stretch`) distributes the samples that no earlier one has drawn. Its plan is
+    determined by the epoch and the earlier segments: it is equal on all replicas, and a saved
+    position is a few numbers.
 
     Subclasses set ``num_replicas`` and ``rank``, then call `_start_epoch`.
     """
@@ -185,13 +186,13 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         """Continue at the saved position in the next iterator; later iterators start the epoch from
         the beginning.
 
-        With the number of replicas that saved, it continues item by item; with another, what is
-        left of the epoch is distributed anew (S7.6), and `len` says how much that is.
+        With the saved number of replicas, it continues at the same item; with another number, the
+        rest of the epoch is distributed again (S7.6), and `len` returns its length.
 
         Raises:
             ValueError: the state was saved with another dataset or other options, or holds no
                 position of the epoch.
-            TypeError: it is no state.
+            TypeError: ``state_dict`` is not a mapping, or a count in it is not an int.
         """
         epoch, saved = self._read(state_dict)
         stretches, plan = self._walk(epoch, saved)
@@ -210,7 +211,8 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         """Compare the settings and positions on all ranks of the default group; collective.
 
         Raises:
-            ValueError: they differ, or two ranks draw the same share; on every rank.
+            ValueError: settings or positions differ, or two ranks draw the same share; raised on
+                every rank.
         """
         own = self._state(None) | self._share()
         comm = _get_default_group().get_global_communicator()
@@ -367,8 +369,8 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         """Raise RuntimeError if accelerate would shard this rank's items over the ranks a second
         time.
 
-        It offers no attribute by which a sampler could say that it knows its rank; so the objects
-        that iterate over this one are looked at, once an epoch.
+        accelerate has no attribute by which a sampler could declare that it is sharded already; so
+        the call stack is inspected once per epoch.
         """
         accelerate = sys.modules.get("accelerate.data_loader")
         if accelerate is None:

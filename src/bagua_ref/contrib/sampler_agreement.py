@@ -87,11 +87,11 @@ def comparison(kind: str, state: dict[str, Any]) -> Callable[[float], None] | No
     This goes through the store of torch's default process group, or that of a simulated world;
     without them, None is returned. Ranks never wait for each other here: a sampler may be drawn on
     one rank alone. The first rank that begins to draw publishes its settings, and every other one
-    compares its own. All ranks look after a step whether one has found a difference, so that none
-    ends while others are in the step.
+    compares its own. All ranks check after a step whether any rank has found a difference, so that
+    none ends while others are in the step.
 
     Args:
-        kind: samplers are compared if they are the n-th of this kind on their ranks.
+        kind: kind of the sampler; the n-th samplers of a kind on all ranks are compared.
         state: the settings and the share of the sampler.
     """
     world = current_world()

@@ -133,9 +133,10 @@ class Stepped(NamedTuple):
     """Outcome of an optimizer step.
 
     Attributes:
-        counts: whether it is one of the training's: not one that only makes an optimizer's state.
-        followed: whether gradients had arrived since the step before.
-        synchronized: whether a backward pass was synchronized since then.
+        counts: whether the step counts as a step of the training; False for one that only
+            initializes optimizer state.
+        followed: whether gradients had arrived since the last step.
+        synchronized: whether a backward pass was synchronized since the last step.
     """
 
     counts: bool
@@ -149,9 +150,9 @@ class Task:
     as a callback, and calls it at the end.
 
     Attributes:
-        synchronized: whether one of the forward passes began outside `no_sync`.
+        synchronized: whether one of the forward passes that it reached began outside `no_sync`.
         over: whether the task has ended.
-        waiting: the gradients that arrived before such a forward pass was reached, by name.
+        waiting: the gradients that arrived before that forward pass was reached, with names.
     """
 
     synchronized: bool = False
@@ -207,12 +208,12 @@ class Backward:
 
     Args:
         module: the module's name, for messages.
-        optimizers: those whose steps are the training's, as any hashable objects.
-        stands_alone: whether backward passes need no forward pass where there are no optimizers.
-        without_forward: whether only gradients show that a training step begins, as in `train`.
+        optimizers: the optimizers of the training, as any hashable objects.
+        stands_alone: whether backward passes need no forward pass if there are no optimizers.
+        without_forward: whether training steps are detected only by gradients, as in `train`.
 
     Attributes:
-        state: the present state.
+        state: the current state.
         skipping: whether forward passes that begin now skip communication, as in `no_sync`.
     """
 
@@ -289,8 +290,8 @@ class Backward:
         `no_sync`.
 
         Args:
-            synchronized: whether outside.
-            keep: takes a new record, and keeps it until the task has ended or failed.
+            synchronized: whether the forward pass began outside `no_sync`.
+            keep: function that stores a new record until the task has ended or failed.
         """
         task = self.task
         if task is None:
@@ -314,8 +315,8 @@ class Backward:
         """Handle a gradient: the first one of a backward pass, or one that is not synchronized.
 
         Args:
-            name: its parameter's.
-            token: what `Deliver` gives back if it turns out to be synchronized.
+            name: name of the parameter.
+            token: any object, returned in `Deliver` if the gradient turns out to be synchronized.
             refer: returns a weak reference to the gradient.
             training: whether the module is in training mode.
             task: the number of the autograd task.
@@ -410,13 +411,13 @@ class Backward:
         """Handle the start of an optimizer step.
 
         Args:
-            optimizer: one of the known ones; None: another one.
-            gradients: returns those that it would use, by name.
-            inside: whether inside a backward pass.
-            who: its name, for messages.
+            optimizer: a known optimizer; None: an unknown one.
+            gradients: returns the gradients that the step would use, by name.
+            inside: whether the step is inside a backward pass.
+            who: name of the optimizer, for messages.
 
         Raises:
-            RuntimeError: it must not; says why.
+            RuntimeError: the optimizer must not step; the message says why.
         """
         self._go(Event.STEP_INSIDE if inside else Event.STEP, who=who)
         record = self._optimizers[optimizer]
@@ -434,8 +435,9 @@ class Backward:
         """Handle the end of a known optimizer's step.
 
         Args:
-            optimizer: it.
-            changes: whether it changes weights also without gradients: its learning rate is not 0.
+            optimizer: the optimizer that has stepped.
+            changes: whether the learning rate is not 0, so that the step can change weights even
+                without gradients.
             training: whether the module is in training mode.
         """
         record = self._optimizers[optimizer]

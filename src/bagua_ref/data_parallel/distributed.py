@@ -57,7 +57,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     Args:
         module: the module to train, already on its device.
-        device_ids: None, or the one CUDA device of ``module``, to which inputs are moved.
+        device_ids: None, or the single CUDA device of ``module``, to which inputs are moved.
         output_device: None, or that device.
         dim: 0.
         broadcast_buffers: broadcast the first rank's buffers before each training forward pass
@@ -71,8 +71,8 @@ class DistributedDataParallel(torch.nn.Module):
         check_reduction: False.
         gradient_as_bucket_view: keep the tensors of each bucket in one storage, as ``do_flatten``
             of ``with_bagua`` does.
-        optimizers: the optimizers of ``module``'s parameters; None is [], which suffices for
-            algorithms that need none.
+        optimizers: the optimizers of ``module``'s parameters; None means [], for algorithms that
+            need none.
         algorithm: None is ``GradientAllReduceAlgorithm()``.
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
         timeout: seconds without progress after which waiting raises; None: that of
@@ -94,12 +94,13 @@ class DistributedDataParallel(torch.nn.Module):
             communicated nor broadcast.
 
     Raises:
-        NotImplementedError: an argument's value is not supported; names it.
+        NotImplementedError: an argument's value is not supported; the message names it.
         NotProvidedError: by ``scatter``, ``gather``, ``to_kwargs`` and ``register_comm_hook``.
         NotInitializedError: ``init_process_group()`` was not called (a RuntimeError).
-        TypeError: ``module``, ``algorithm``, ``optimizers`` or ``process_group`` is something else.
-        ValueError: modules differ between ranks; nothing to train; this rank is not in the group;
-            devices that do not fit.
+        TypeError: ``module``, ``algorithm``, ``optimizers`` or ``process_group`` has the wrong
+            type.
+        ValueError: modules differ between ranks, there is nothing to train, this rank is not in the
+            group, or devices do not match.
 
     >>> from bagua_ref import init_process_group
     >>> from bagua_ref.data_parallel import DistributedDataParallel
@@ -297,7 +298,7 @@ def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
 
     Raises:
         NotInitializedError: ``init_process_group()`` was not called.
-        TypeError: ``process_group`` is something else.
+        TypeError: ``process_group`` has another type.
     """
     default = _get_default_group()
     found: BaguaProcessGroup = default if process_group is None else group_of(process_group)

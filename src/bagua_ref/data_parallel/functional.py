@@ -49,13 +49,13 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -
     collective, too.
 
     Args:
-        tensor: of the same shape and dtype on all ranks.
+        tensor: a tensor of the same shape and dtype on all ranks.
         op: torch's operator or Bagua's. Only SUM and AVG let gradients through.
         group: a group of Bagua's or torch's; None is Bagua's default group.
 
     Raises:
-        ValueError: an operator that Bagua has not.
-        NotImplementedError: another operator than SUM and AVG for a tensor that needs a gradient.
+        ValueError: Bagua has no such operator.
+        NotImplementedError: the operator is neither SUM nor AVG, and the tensor needs a gradient.
         NotInitializedError: ``init_process_group()`` was not called.
 
     >>> bagua_ref.init_process_group()

@@ -22,11 +22,11 @@ class GradScaler(torch.amp.GradScaler):
     such as low_precision_decentralized, a step is skipped on all ranks if gradients overflow on
     any; so the scale stays equal, too. That takes one small message to each other rank per step.
     Where ranks have equal gradients (gradient_allreduce, bytegrad, qadam) or may take different
-    steps (decentralized, async), this is torch's GradScaler. It finds the trainings through the
-    optimizer's parameters.
+    steps (decentralized, async), this is torch's GradScaler. It finds the wrapped modules through
+    the optimizer's parameters.
 
     Inside `bagua_ref.join` it must be among the ``joinables``, so that ranks that run out of
-    batches take over its scale.
+    batches load its scale.
 
     Its arguments are those of ``torch.amp.GradScaler``: ``device`` ("cuda" or "cpu"),
     ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval`` (in steps) and

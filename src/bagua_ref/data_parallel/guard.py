@@ -34,7 +34,7 @@ class StepGuard:
     not passed when wrapping; active from `watch` to `unwatch`.
 
     Args:
-        training: of the module, a `bagua_ref.data_parallel.training.ModuleTraining`; held weakly.
+        training: the `bagua_ref.data_parallel.training.ModuleTraining` of the module; held weakly.
         trained: the module's parameters.
     """
 
@@ -67,8 +67,9 @@ class StepGuard:
         """Check the step of an ``optimizer`` that was passed when wrapping, before it begins.
 
         Raises:
-            RuntimeError: it holds parameters of no wrapped module; or a parameter was swapped; or
-                as `bagua_ref.data_parallel.backward.Backward.step_begins`.
+            RuntimeError: the optimizer trains parameters that belong to no wrapped module; or a
+                parameter was swapped; or for the reasons of
+                `bagua_ref.data_parallel.backward.Backward.step_begins`.
         """
         training: Any = self._training()
         with training.rounds.aborting(RuntimeError):
@@ -80,8 +81,8 @@ class StepGuard:
         step is inside a backward pass.
 
         Raises:
-            RuntimeError: it is inside a backward pass, or the algorithm must know it, or as
-                `before_step`.
+            RuntimeError: the step is inside a backward pass, or the algorithm requires that the
+                optimizer is passed when wrapping, or for the reasons of `before_step`.
         """
         training = self._training()
         if training is None or not self._holds_parameters(optimizer):
@@ -188,9 +189,8 @@ class TrainedParameters:
     """The parameters of a module at the time of wrapping, by name; `check` detects later changes.
 
     Args:
-        module: whose parameters they are; held weakly.
-        ignored: names of those that do not take part, or these themselves, and parameters of other
-            modules.
+        module: the module; held weakly.
+        ignored: parameters that do not take part, or their names, and parameters of other modules.
 
     Attributes:
         ignored: names of parameters that do not take part.
@@ -235,7 +235,8 @@ class TrainedParameters:
         """Register the hooks of swapped parameters again; return whether there were any.
 
         Raises:
-            RuntimeError: a parameter has become another kind of tensor; names it.
+            RuntimeError: a parameter has another type, dtype, device or shape than before; the
+                message names it.
         """
         lost = self._swapped()
         for parameter, hook in lost:
@@ -274,11 +275,11 @@ class TrainedParameters:
     def check(self) -> bool:
         """Return whether the module currently holds its trained parameters.
 
-        It has not in a forward pass with other tensors in their place, as
-        `torch.func.functional_call` runs it.
+        It does not in a forward pass with other tensors in their place, as in
+        `torch.func.functional_call`.
 
         Raises:
-            RuntimeError: parameters were added, replaced or unfrozen for good; the message names
+            RuntimeError: parameters were permanently added, replaced or unfrozen; the message names
                 them.
         """
         if self.shards:  # FSDP2 itself replaces parameters, and refuses later ones
@@ -393,7 +394,7 @@ def refuse_both(group: Group) -> None:
     a group that shares more than one rank with ``group``.
 
     Raises:
-        RuntimeError: they share more than this rank; says which of the two to drop.
+        RuntimeError: they share more than this rank; the message says how to drop one of the two.
     """
     around = DistributedDataParallel._get_active_ddp_module()
     if around is not None:

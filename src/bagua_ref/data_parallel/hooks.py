@@ -80,7 +80,8 @@ class GradientHook(NotCopied):
         """Register this hook again after `torch.utils.swap_tensors` removed it from ``parameter``.
 
         Raises:
-            RuntimeError: its dtype, device or shape has changed, for which there is no bucket.
+            RuntimeError: the parameter's dtype, device or shape has changed, so that it does not
+                fit its bucket.
         """
         kind = _kind_of(parameter)
         if kind != self._kind or type(parameter.data) is not torch.Tensor:

@@ -42,17 +42,17 @@ def join(
     modules.
 
     A rank that leaves the context takes part in the rounds of the others, without data, until all
-    have left. Algorithms that keep replicas equal then give every rank the weights, buffers (as far
-    as they are broadcast), optimizer state and counters of a rank that came last; others only the
-    counters. Every rank of the modules' groups enters and leaves. The page "Uneven data" says what
-    each algorithm does.
+    have left. Algorithms that keep replicas equal then load on every rank the weights, buffers (if
+    they are broadcast), optimizer state and counters of a rank that left last; others only the
+    counters. Every rank of the modules' groups enters and leaves. See the page "Uneven data" for
+    each algorithm.
 
     Args:
         joinables: wrapped modules, in the same order on all ranks. Other objects with
             ``state_dict()`` and ``load_state_dict()``, such as a GradScaler, a learning rate
-            scheduler, or an optimizer that was not passed when wrapping, are taken over from the
-            last rank of the first module, too.
-        enable: False: this context does nothing.
+            scheduler, or an optimizer that was not passed when wrapping, are also loaded, from the
+            last rank of the first module.
+        enable: whether to enable the context; if False, it does nothing.
         throw_on_early_termination: as soon as one rank leaves before the others, raise a
             RuntimeError on all of them.
         divide_by_initial_world_size: means are over all ranks, of which those without batches
@@ -60,11 +60,11 @@ def join(
             take True only, qadam takes False only.
 
     Raises:
-        NotImplementedError: the algorithm, or a layer of the module, cannot train with ranks
-            without batches; says why.
-        ValueError: no wrapped module among ``joinables``, one of them twice, or a
-            ``divide_by_initial_world_size`` that the algorithm does not take.
-        TypeError: something else among ``joinables``.
+        NotImplementedError: the algorithm, or a layer of the module, does not support ranks without
+            batches; the message says why.
+        ValueError: ``joinables`` has no wrapped module, or one twice; or the algorithm does not
+            support this ``divide_by_initial_world_size``.
+        TypeError: ``joinables`` contains an object of another type.
         RuntimeError: a module is in such a context already, or was wrapped again in this one; or,
             with ``throw_on_early_termination``, ranks have different numbers of batches.
         CommunicationError: ranks disagree, or one has failed or left the context by an exception.
@@ -122,7 +122,8 @@ def _waits(training: ModuleTraining, all_count: bool) -> bool:
 
     Raises:
         NotImplementedError: the algorithm cannot train inside `join`.
-        ValueError: ``divide_by_initial_world_size`` must not be ``all_count``.
+        ValueError: the algorithm does not support this value of ``all_count``, the argument
+            ``divide_by_initial_world_size``.
     """
     algorithm = training.bagua_algorithm
     traits = algorithm.traits
@@ -185,19 +186,19 @@ class Joining:
     """State of one module in a `join` context.
 
     Args:
-        training: the module's.
+        training: the module's training.
         all_count: whether means are over all ranks, not only over those that have batches.
         throws: whether training ends on all ranks as soon as one has no more batches.
-        others: the joinables that are no modules.
+        others: the joinables that are not modules.
 
     Attributes:
-        number: the options as a number from 1 on, which must be equal on all ranks.
-        ended_early: why it has ended, if a rank had no more batches and ``throws``; else "".
-        shares_others: whether ranks take over the state of ``others``, too, at the end.
+        number: number from 1 that encodes the options, which must be equal on all ranks.
+        ended_early: why training has ended, if a rank had no more batches and ``throws``; else "".
+        shares_others: whether ranks also load the state of ``others`` at the end.
 
     Raises:
-        NotImplementedError: a layer communicates by itself.
-        RuntimeError: the module is in another one.
+        NotImplementedError: a layer of the module communicates by itself.
+        RuntimeError: the module is in another `join` context.
     """
 
     shares_others = False
@@ -236,7 +237,7 @@ class Joining:
         """Handle the end of a round in which this rank had a batch.
 
         Raises:
-            RuntimeError: some rank had none, and ``throws``.
+            RuntimeError: some rank had no batch, and ``throws``.
         """
         if not announced.joined:
             return

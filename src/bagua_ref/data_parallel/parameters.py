@@ -32,12 +32,12 @@ class Buffers:
 
     Args:
         module: the module; held weakly, and it may replace its buffers at any time.
-        ignored: names of those that are not broadcast.
+        ignored: names of buffers that are not broadcast.
         group: the ranks.
-        wanted: whether they are to be broadcast.
+        wanted: whether to broadcast buffers.
 
     Attributes:
-        group: a group of their own; None if there is nothing to broadcast.
+        group: the group used for broadcasts only; None if there is nothing to broadcast.
     """
 
     def __init__(
@@ -80,13 +80,14 @@ class UnusedParameters:
 
     Args:
         training: the training; held weakly.
-        group: its ranks, for these messages alone: when a rank's backward pass has ended, the
-            worker's connections are busy with buckets, with other ones on each rank.
+        group: the training's ranks, in a group used for these messages only: when a rank's backward
+            pass has ended, the worker's connections are busy with buckets, and with different ones
+            on each rank.
 
     Attributes:
         reached: the names of parameters that a backward pass of this rank has reached since the
             last synchronized round.
-        group: as given.
+        group: the group passed.
     """
 
     def __init__(self, training: TrainingContext, group: Group) -> None:
@@ -222,7 +223,8 @@ def refuse_what_cannot_be_flat(module: torch.nn.Module) -> None:
     """Raise an error for parameters that cannot be moved into buckets, such as lazy ones.
 
     Raises:
-        NotImplementedError: there is one; the message names it and its type, and says what to do.
+        NotImplementedError: there is such a parameter; the message names it and its type, and says
+            what to do.
     """
     for name, parameter in module.named_parameters():
         kind = type(parameter.data).__name__

@@ -63,13 +63,13 @@ class Announced(NamedTuple):
     """The announcements of all ranks of a training.
 
     Attributes:
-        act: what those with batches are about to do: `ROUND`, `BUFFERS`, `STEP` or `PLAN`; `JOINED`
-            if all have run out of them.
-        active: the ranks that have batches, as numbers within the group.
-        joined: those that have run out of them, inside `bagua_ref.join`.
+        act: the next action of ranks with batches: `ROUND`, `BUFFERS`, `STEP` or `PLAN`; `JOINED`
+            if no rank has batches.
+        active: the ranks with batches, as indices within the group.
+        joined: the ranks that have run out of batches, inside `bagua_ref.join`.
         flag: whether an active rank has set its flag.
-        facts: if they begin a round, the values on them of the algorithm's facts, and of what else
-            is compared after those that tell this.
+        facts: if the active ranks begin a round, their values of the algorithm's and all further
+            agreement fields, after the common ones.
     """
 
     act: int
@@ -92,14 +92,15 @@ class Comparison:
     """A running comparison of agreement fields between ranks, which prevents rounds from being
     mixed up.
 
-    Collective: every rank brings as many facts, in the same order; making one sends them.
+    Collective: every rank passes the same number of agreement fields, in the same order; creating a
+    comparison sends them.
 
     Args:
-        rounds: of the training that they train, for messages.
-        comm: the communicator of the ranks, which the caller's thread alone uses.
+        rounds: rounds of the ranks' training, for messages.
+        comm: the communicator of the ranks, used only by the calling thread.
         ranks: their global ranks, for messages.
-        facts: this rank's, which must be equal on all ranks.
-        flag: of a round, whether this rank has loaded a state since the last one.
+        facts: this rank's agreement fields, whose values must be equal on all ranks.
+        flag: for a round, whether this rank has loaded a state since the last one.
     """
 
     def __init__(
@@ -120,13 +121,14 @@ class Comparison:
         flag and values.
 
         Args:
-            digest: returns a fact about all weights, None if they may differ; called, and compared,
-                if some rank has loaded a state. All ranks do so at the same place, where they also
-                explain different checksums. None: it is not this place.
+            digest: returns an agreement field with a checksum of all weights, or None if they may
+                differ; called and compared if some rank has loaded a state. All ranks must pass it
+                in the same call, in which unequal checksums are also explained. None: not in this
+                call.
 
         Raises:
-            CommunicationError: ranks differ; the message, equal on all of them, says which ranks in
-                what.
+            CommunicationError: ranks differ; the message, equal on all ranks, lists the
+                differences.
         """
         if self._received is None:
             received = self._receive()
@@ -183,11 +185,11 @@ def describe_texts(
     Collective.
 
     Args:
-        texts: this rank's, each under a sentence about it, as of a `Fact`, and what follows the
-            last sentence; None: this rank is not compared.
-        comm: the ranks.
+        texts: this rank's texts by sentence, as in a `Fact`, and the ending after the last
+            sentence; None: this rank is not compared.
+        comm: the communicator of the ranks.
         ranks: their global ranks, for messages.
-        absent: the text of what a rank does not have; None: it is not compared there.
+        absent: text for entries that a rank lacks; None: the rank is not compared there.
     """
     everyone = [
         comm.broadcast_object(texts if place == comm.rank() else None, place)
@@ -212,17 +214,17 @@ class AgreedRounds:
     Args:
         group: the ranks of the training.
         name: the training's name, for messages.
-        meter: of the training.
+        meter: counters of the training.
         in_nodes: whether ranks compare inside their node first.
         remedy: the way out after a failure, for messages.
 
     Attributes:
-        alone: whether there is one rank only, so that nothing is compared.
-        groups: those that fail together; the first one is ``group``.
-        broken: why no round can begin; "" while all is well.
+        alone: whether there is only one rank, so that nothing is compared.
+        groups: groups that are aborted together; the first one is ``group``.
+        broken: the reason why no round can begin; "" if rounds can begin.
         loaded: whether a state was loaded since the last round.
         compared: the last round's comparison, when all ranks have agreed.
-        in_nodes: as given.
+        in_nodes: whether ranks compare inside their node first; False with a single rank.
         joining: the `bagua_ref.data_parallel.joining.Joining` that the module is in; None outside
             of `bagua_ref.join`.
     """
@@ -291,7 +293,7 @@ class AgreedRounds:
         """Raise CommunicationError if a round has failed.
 
         Raises:
-            CommunicationError: one has; says why, and how to go on.
+            CommunicationError: a round has failed; the message says why, and how to continue.
         """
         if self.broken:
             why = self.broken.removesuffix(f". {self.remedy}")
@@ -303,13 +305,13 @@ class AgreedRound(Round):
     buckets run.
 
     Args:
-        rounds: of the training.
-        facts: what must be equal on all ranks.
-        alike: whether buckets may run during the comparison, as wrong rounds change nothing that
-            counts.
-        same_plan: whether buckets are those of the last round; if not, the facts are compared
+        rounds: rounds of the training.
+        facts: the agreement fields.
+        alike: whether buckets may run during the comparison, because a wrong round changes nothing
+            that matters.
+        same_plan: whether buckets are those of the last round; if not, the fields are compared
             before they run: messages of another size than the receiver's would end its process
-                inside gloo.
+            inside gloo.
         stays_in_node: whether only the ranks of this node take part.
     """
 
@@ -358,11 +360,11 @@ class ModuleRounds(AgreedRounds):
 
     Args:
         training: the training; held weakly.
-        unused_group: the same ranks once more, to agree on unused parameters; None: these are
-            errors.
+        unused_group: a second group of the same ranks, to agree on unused parameters; None: unused
+            parameters are errors.
 
     Attributes:
-        unused: the unused parameters; None if these are errors.
+        unused: the record of unused parameters; None if they are errors.
         steps: the optimizer steps since the last round.
     """
 
@@ -432,7 +434,7 @@ class ModuleRounds(AgreedRounds):
         Collective.
 
         Args:
-            act: what is not a round: `BUFFERS`, `STEP` or `PLAN`.
+            act: an action other than a round: `BUFFERS`, `STEP` or `PLAN`.
             flag: a flag for the others.
         """
         facts = self.facts(act)

@@ -70,8 +70,8 @@ def group_of(process_group: Any) -> Any:
     groups unchanged.
 
     Raises:
-        ValueError: a DeviceMesh of more dimensions.
-        TypeError: something else.
+        ValueError: the DeviceMesh has more than one dimension.
+        TypeError: ``process_group`` has another type.
     """
     if type(process_group).__name__ == "DeviceMesh":
         if process_group.ndim != 1:
@@ -97,8 +97,8 @@ def ignored_names(module: torch.nn.Module, ignored: Collection[str | Tensor] = (
     and those listed in attributes of the module.
 
     Raises:
-        TypeError: something else than names and tensors in ``ignored``.
-        ValueError: a name that is none of the module's.
+        TypeError: an entry of ``ignored`` is neither a name nor a tensor.
+        ValueError: the module has no parameter or buffer of this name.
     """
     tensors = dict(module.named_parameters(remove_duplicate=False))
     tensors.update(module.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
@@ -135,7 +135,8 @@ def check_sharded(
     invalid ``ignored`` names.
 
     Raises:
-        NotImplementedError: there are some; names the parameter, and says what to do.
+        NotImplementedError: a parameter is not supported; the message names it, and says what to
+            do.
     """
     names = ignored_names(module, ignored)
     reshard(module)

@@ -32,14 +32,14 @@ def refusing_together(comm: Communicator, ranks: Sequence[int]) -> Iterator[None
     """Context that raises an exception on all ranks if it is raised on one; ranks must not wait for
     each other inside.
 
-    Collective, so that the others do not wait for a rank that refuses its module.
+    Collective, so that other ranks do not wait for a rank that rejects its module.
 
     Args:
         comm: the ranks that train together.
         ranks: the global ranks of ``comm``, for messages.
 
     Raises:
-        ValueError: another rank has raised; quotes the first one's message.
+        ValueError: another rank has raised an exception; quotes the message of the first such rank.
     """
     refusal: Exception | None = None
     try:
@@ -67,16 +67,16 @@ def broadcast_state(
     """Broadcast the first rank's parameters, buffers, optimizer state and options (S5).
 
     Args:
-        module: with the same names, shapes and dtypes on all ranks.
-        optimizers: with the same groups on all ranks.
+        module: the module, with the same names, shapes and dtypes on all ranks.
+        optimizers: the optimizers, with the same groups on all ranks.
         comm: the ranks that train together.
-        ignored: names of parameters and buffers that stay as they are.
-        settings: what else must be equal on all ranks, by name.
+        ignored: names of parameters and buffers that are not broadcast.
+        settings: further settings that must be equal on all ranks, by name.
         ranks: the global ranks of ``comm``, for messages.
 
     Raises:
-        ValueError: module, optimizers or settings differ between ranks; raised on every rank, and
-            says who differs in what.
+        ValueError: module, optimizers or settings differ between ranks; raised on every rank, with
+            the differences.
     """
     if comm.nranks() == 1:
         return
@@ -102,8 +102,8 @@ def warn_of_drift(
     have different versions of torch or kernels.
 
     Args:
-        parameters: those that are equal on all ranks.
-        optimizers: of the parameters.
+        parameters: the parameters that are equal on all ranks.
+        optimizers: the optimizers of the parameters.
         comm: the ranks that train together.
         ranks: the global ranks of ``comm``.
     """

@@ -24,14 +24,14 @@ class _Group:
     """Options of a parameter group at an optimizer step.
 
     Attributes:
-        names: of the options.
-        raw: their values, and the number of parameters; while these are equal, and hold no tensors,
-            so are the texts.
-        read: the values with numbers, or copies that are on the way, for tensors; empty if they are
-            not compared.
-        has_tensors: whether some are tensors, which may change in place.
-        texts: of what was read; None until the copies are there.
-        checksum: of the texts.
+        names: names of the options.
+        raw: values of the options, and the number of parameters; if these are unchanged and hold no
+            tensors, so are the texts.
+        read: the values with numbers in place of tensors, or copies still in transfer; empty if
+            they are not compared.
+        has_tensors: whether some values are tensors, which can change in place.
+        texts: texts of the values read; None until copies have arrived.
+        checksum: checksum of the texts.
     """
 
     names: list[str]
@@ -46,9 +46,9 @@ class TakenSteps:
     """Record of the steps of a module's optimizers since the last round, with the options of those
     steps.
 
-    Options are read when an optimizer steps, as a scheduler may change them at another moment on
-    each rank. Compared are numbers and strings among those that the optimizer declares as its
-    defaults, to 7 digits: the libraries of two machines differ in the last bit of a cosine.
+    Options are read when an optimizer steps, because schedulers may change them at different
+    moments on different ranks. Only numbers and strings among the optimizer's declared defaults are
+    compared, to 7 digits: math libraries of two machines may differ in the last bit of a cosine.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class TakenSteps:
         """Record an optimizer step.
 
         Args:
-            optimizer: takes the step.
+            optimizer: the optimizer that takes the step.
             trained: the ids of the module's trained parameters.
             passed: whether the optimizer was passed when wrapping.
         """

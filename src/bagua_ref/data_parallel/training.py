@@ -64,7 +64,7 @@ class Options:
             `bagua_ref.env.get_default_bucket_size`.
         broadcast_buffers: broadcast the first rank's buffers before each training forward pass, not
             only when wrapping.
-        without_forward: a backward pass's first gradient stands in for the beginning of a training
+        without_forward: the first gradient of a backward pass counts as the start of a training
             forward pass.
         ignored: names of the module's parameters and buffers, and parameters of this or another
             module, that stay local to each rank.
@@ -83,26 +83,27 @@ class Options:
 class ModuleTraining(TrainingContext):
     """Distributed training of one module; owns the hooks.
 
-    Creating one is collective over ``group``: it makes a group of its own with the same ranks and
+    Creating one is collective over ``group``: it creates its own group of the same ranks and
     broadcasts the first rank's state. A deep copy or pickle of the module is an ordinary module,
     without hooks.
 
     Args:
         module: the module to train, possibly compiled; gets hooks, as do its parameters.
-        optimizers: their state is broadcast, and the algorithm is told of their steps.
-        algorithm: makes the implementation.
+        optimizers: the optimizers, whose state is broadcast and whose steps are reported to the
+            algorithm.
+        algorithm: the algorithm, which creates the implementation.
         group: the ranks that train together.
-        world: this rank's.
-        options: of the training.
-        check: raises if this rank cannot train the module; then all ranks raise.
+        world: this rank's world.
+        options: options of the training.
+        check: function that raises if this rank cannot train the module; then all ranks raise.
 
     Attributes:
         buffers: the module's buffers.
         given_group: ``group``.
         parameters_to_ignore: names of parameters and buffers that are neither communicated nor
             broadcast.
-        rounds: the rounds of communication, and what the ranks agree on before each.
-        machine: which gradients are synchronized, and which steps may follow.
+        rounds: the rounds of communication, and the agreement of ranks before each.
+        machine: state machine of backward passes and steps.
     """
 
     rounds: ModuleRounds
@@ -212,8 +213,7 @@ class ModuleTraining(TrainingContext):
         """Set the attributes of `bagua_ref.distributed.BaguaModule` on the module, and start the
         counters.
 
-        Unwrapped modules have none of these attributes. What was sent when wrapping is no traffic
-        of training.
+        Unwrapped modules have none of these attributes. Bytes sent during wrapping are not counted.
         """
         self.module.__dict__.update(
             _bagua=self,
@@ -275,8 +275,9 @@ class ModuleTraining(TrainingContext):
         ``model.to(memory_format=...)``; collective if they have (S2.3).
 
         Raises:
-            CommunicationError: they have not on all ranks.
-            RuntimeError: the algorithm changes weights in the background, where they are.
+            CommunicationError: strides have not changed on all ranks.
+            RuntimeError: the algorithm averages weights in the background, so that buckets cannot
+                be rebuilt.
         """
         if self._parameters.have_new_strides():
             self._parameters.check_new_strides(self.bagua_algorithm)

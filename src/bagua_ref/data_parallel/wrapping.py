@@ -56,8 +56,8 @@ def wrap(
     """Wrap ``module`` for training together with the other ranks; wrapping again replaces the
     algorithm (S5).
 
-    Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``caller`` is what the
-    user called, for messages.
+    Arguments and errors are those of `bagua_ref.distributed.BaguaModule.with_bagua`; ``caller`` is
+    the name of the function that the user called, for messages.
     """
     called, module = module, uncompiled(module)
     optimizers, algorithm = _resolved(optimizers, algorithm)
@@ -141,16 +141,16 @@ def train(
     """Context that trains ``model`` together with the other ranks, whichever of its methods
     computes the loss (S5).
 
-    The first gradient of each backward pass stands in for the beginning of the training forward
-    pass. Entering is collective.
+    The first gradient of each backward pass counts as the start of the training forward pass.
+    Entering is collective.
 
     Args:
-        model: the module; afterwards it has no hooks of the training any more.
-        optimizers: at least one, those of its parameters.
-        algorithm: or its name; any but asynchronous averaging, which would change weights in a
-            forward pass that it does not see.
-        process_group: as `bagua_ref.distributed.BaguaModule.with_bagua`, and so are all that
-            follow.
+        model: the module, from which all hooks are removed at the end.
+        optimizers: the optimizers of its parameters, at least one.
+        algorithm: an algorithm or its name, except asynchronous averaging, which would change
+            weights during forward passes that it cannot detect.
+        process_group: as for `bagua_ref.distributed.BaguaModule.with_bagua`, like all further
+            arguments.
         do_flatten: keep the tensors of each bucket in one storage.
         backend: the kernels.
         find_unused_parameters: treat parameters that a backward pass does not reach as having zero
@@ -159,10 +159,10 @@ def train(
         ignored: what stays local to each rank.
 
     Returns:
-        A context that gives ``model``.
+        A context manager whose value is ``model``.
 
     Raises:
-        ValueError: ``model`` is in training already, or ``optimizers`` is empty; otherwise as
+        ValueError: ``model`` is already wrapped, or ``optimizers`` is empty; otherwise as for
             ``with_bagua``.
         NotImplementedError: ``algorithm`` averages asynchronously.
 
@@ -218,11 +218,11 @@ def resynchronize(module: torch.nn.Module) -> None:
     """Rebuild the training of ``module`` with new connections, from the state and counters of the
     group's first rank.
 
-    Collective. Whatever was under way is forgotten.
+    Collective. Operations in progress are dropped.
 
     Raises:
         ValueError: the module is not wrapped, or modules differ between ranks.
-        CommunicationTimeoutError: a rank has not come.
+        CommunicationTimeoutError: a rank did not call this in time.
     """
     before = context_of(module)
     if before is None:
@@ -264,8 +264,9 @@ def named(name: str, optimizers: Sequence[torch.optim.Optimizer], **options: Any
     optimizer.
 
     Raises:
-        ValueError: there is none, or "qadam" has another optimizer than one QAdamOptimizer.
-        TypeError: it has no such option.
+        ValueError: no algorithm has this name, or the optimizers for "qadam" are not exactly one
+            QAdamOptimizer.
+        TypeError: the algorithm has no such option.
     """
     if GlobalAlgorithmRegistry.get(name) is QAdamAlgorithm and "q_adam_optimizer" not in options:
         if len(optimizers) != 1 or not isinstance(optimizers[0], QAdamOptimizer):
@@ -332,8 +333,8 @@ class Recipe:
 
     Args:
         algorithm: a registered name.
-        options: the algorithm's.
-        caller: what the user called, for messages.
+        options: options of the algorithm.
+        caller: name of the function that the user called, for messages.
         do_flatten: as for `bagua_ref.distributed.BaguaModule.with_bagua`; so is
             find_unused_parameters.
 
@@ -362,7 +363,7 @@ class Recipe:
         """Wrap ``module`` with a new instance of the algorithm; "qadam" uses the only optimizer.
 
         Raises:
-            ValueError: "qadam" has another optimizer than one QAdamOptimizer.
+            ValueError: the optimizers for "qadam" are not exactly one QAdamOptimizer.
         """
         algorithm = named(self.algorithm, optimizers, **self.options)
         of_training = Options(self.do_flatten, find_unused_parameters=self.find_unused_parameters)

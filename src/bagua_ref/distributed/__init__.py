@@ -73,22 +73,23 @@ class BaguaModule:
             do_flatten: keep the tensors of each bucket in one storage.
             backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
             find_unused_parameters: treat parameters that a backward pass does not reach as having
-                zero gradients; those that no rank's backward pass reaches keep theirs.
+                zero gradients; gradients of parameters that no rank's backward pass reaches do not
+                change.
             timeout: seconds without progress after which waiting raises; None: that of
                 ``process_group``.
-            ignored: what stays local to each rank: names of this module's parameters and buffers,
-                or parameters, also of other modules that ``optimizers`` hold. All other trained
-                parameters of ``optimizers`` must belong to wrapped modules, which their first
-                steps check.
+            ignored: parameters that stay local to each rank, also of other modules that
+                ``optimizers`` hold, or names of this module's parameters and buffers. All other
+                trained parameters of ``optimizers`` must belong to wrapped modules; this is checked
+                at their first steps.
 
         Raises:
             NotInitializedError: ``init_process_group()`` was not called (a RuntimeError).
-            TypeError: ``algorithm``, ``optimizers`` or ``process_group`` is something else, or a
+            TypeError: ``algorithm``, ``optimizers`` or ``process_group`` has the wrong type, or a
                 parameter is complex.
-            ValueError: modules differ between ranks; nothing to train; this rank is not in the
-                group.
-            NotImplementedError: a parameter gets sparse gradients, or is sharded in a way that
-                cannot be trained.
+            ValueError: modules differ between ranks, there is nothing to train, or this rank is not
+                in the group.
+            NotImplementedError: a parameter gets sparse gradients, or is sharded in an unsupported
+                way.
 
         >>> from bagua_ref import init_process_group
         >>> from bagua_ref.algorithms import GradientAllReduceAlgorithm
@@ -120,8 +121,8 @@ class BaguaModule:
           ``async_rounds``.
         - ``steps_in_agreement``: ``steps`` when all ranks last compared what they were about to do,
           and agreed.
-        - ``bytes_sent``: bytes that this rank has sent, exactly as the specification counts them; a
-          few bytes by which ranks agree are left out. ``bytes_sent_per_step``: divided by
+        - ``bytes_sent``: bytes that this rank has sent, exactly as the specification counts them,
+          without the few bytes of agreement between ranks. ``bytes_sent_per_step``: divided by
           ``steps``.
         - ``seconds``: from the end of the first step to the end of the last, whatever training does
           in between; missing before the second. ``seconds_per_step``: divided by the steps in
@@ -129,18 +130,17 @@ class BaguaModule:
         - ``exposed_wait_seconds``: time that the training thread has waited for communication, and
           for the weights with asynchronous averaging. ``exposed_wait_seconds_per_step``: divided by
           ``steps``. On the CPU only.
-        - ``codec_seconds``: time that codecs, powersgd and topk have compressed and decompressed,
-          on any thread.
-          ``codec_seconds_per_step``: divided by ``steps``. On the CPU only.
-        - ``seconds_since_last_exchange``: since an operation on a bucket last ended; missing before
-          the first.
+        - ``codec_seconds``: time spent in compression and decompression by codecs, powersgd and
+          topk, on any thread. ``codec_seconds_per_step``: divided by ``steps``. On the CPU only.
+        - ``seconds_since_last_exchange``: time since the end of the last operation on a bucket;
+          missing before the first.
         - ``async_rounds``: completed rounds of asynchronous averaging; with that algorithm only.
         - ``drift``: L2 norm of the difference between this rank's weights and the global ones just
           before the last exchange: with local_sgd, to the mean over ranks; with diloco, to the
-              global copy. Missing before the first, and with other algorithms.
+          global copy. Missing before the first, and with other algorithms.
 
-        On CUDA the host does not wait for communication or codecs, so that clocks on the host
-        cannot tell: times on the CPU only are missing there. Look at a profile.
+        On CUDA the host does not wait for communication or codecs, so their times cannot be
+        measured on the host and are missing; use a profiler instead.
 
         Raises:
             ValueError: the module is not wrapped.
@@ -166,12 +166,12 @@ class BaguaModule:
         """Recover from a failed round: reconnect, and continue from the state and counters of the
         group's first rank.
 
-        Collective: every rank of the group calls it, whatever state it is in. What was under way is
-        forgotten.
+        Collective: every rank of the group calls this, whatever its state. Operations in progress
+        are dropped.
 
         Raises:
             ValueError: this module is not wrapped, or modules differ between ranks.
-            CommunicationTimeoutError: a rank has not come within the timeout of
+            CommunicationTimeoutError: a rank did not call this within the timeout of
                 ``init_process_group()``.
 
         >>> import bagua_ref

@@ -39,12 +39,12 @@ def connect(options: Mapping[str, Any], timeout: float) -> Any:
 def of_signal_handler(error: BaseException | None, handled: object) -> BaseException | None:
     """Return the exception of a signal handler that ``error`` is or wraps, or None.
 
-    redis-py takes every OSError for one of its socket, such as the TimeoutError that the handler of an
-    alarm raises.
+    redis-py attributes every OSError to its socket, even the TimeoutError that the signal handler
+    of an alarm raises.
 
     Args:
-        error: an exception that seems to be of a server or of a value.
-        handled: the exception that was being handled before, which is not looked at.
+        error: an exception that looks like a failure of a server or a value.
+        handled: the exception that was being handled before, which is ignored.
     """
     codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     while error is not None and error is not handled:

@@ -60,9 +60,9 @@ def encode(value: Any, allow_pickle: bool, key: bytes = b"") -> bytes:
         key: the key under which it is stored.
 
     Raises:
-        TypeError: it contains a NumPy structured array, an object that needs pickle without
+        TypeError: ``value`` contains a NumPy structured array, an object that needs pickle without
             permission, or one that cannot be pickled.
-        TooLargeError: it is larger than 512 MiB.
+        TooLargeError: the value is larger than 512 MiB.
 
     >>> decode(encode({"tokens": torch.tensor([3, 1]), "text": "ja"}, allow_pickle=False), allow_pickle=False)
     {'tokens': tensor([3, 1]), 'text': 'ja'}
@@ -91,13 +91,13 @@ def decode(data: bytes, allow_pickle: bool, key: bytes = b"") -> Any:
 
     Args:
         data: bytes from a store.
-        allow_pickle: whether pickled entries may be read; reading one can run code of whoever wrote
-            it.
+        allow_pickle: whether pickled entries may be read, which can run arbitrary code of their
+            writer.
         key: the key that `encode` was given.
 
     Raises:
-        DamagedValueError: data are truncated, foreign, of another version or of another key, or need
-            pickle without permission (S8.3).
+        DamagedValueError: data are truncated, in another format or version, or stored under another
+            key, or need pickle without permission (S8.3).
     """
     if len(data) <= _FRAME.size or data[0] != VERSION:
         raise DamagedValueError(f"{data[:8]!r}... is not a cached value of version {VERSION}")

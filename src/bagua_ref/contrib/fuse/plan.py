@@ -108,8 +108,8 @@ def flat_view(tensors: Sequence[Tensor], flats: Sequence[Tensor] = ()) -> Tensor
     """Return a flat view of ``tensors`` (row-major, not empty) if they are adjacent in memory, else
     None.
 
-    They must lie in one storage or in one of ``flats``: neighbours by chance may be separated at
-    any time.
+    They must be in one storage or in one of ``flats``, since tensors that are adjacent by chance
+    can be separated at any time.
     """
     start, item = tensors[0].data_ptr(), tensors[0].element_size()
     *places, end = itertools.accumulate((tensor.nbytes for tensor in tensors), initial=start)
@@ -161,8 +161,8 @@ class Run:
     """A run of adjacent parameters, and the flat parameter on the same memory that is stepped in
     their place.
 
-    ``states`` are their entries of the optimizer's state, if there are any; the tensors in them are
-    put beside each other.
+    ``states`` are the parameters' entries in the optimizer's state, if any; the tensors in them are
+    made adjacent.
     """
 
     def __init__(
@@ -253,9 +253,9 @@ class Run:
         """Set the flat gradient for one step: a view if the gradients are adjacent like the
         weights, else a copy.
 
-        If ``keep``, gradients become parts of the copy if they are still those of the last step and
-        only these parameters use them. After ``zero_grad()``, which sets them to None, moving new
-        ones would cost time in each step.
+        With ``keep``, gradients are replaced by views of the copy if they are the same tensors as
+        in the last step and nothing else uses their memory. After ``zero_grad()``, which sets them
+        to None, moving new ones would cost time in each step.
 
         Returns:
             False, with nothing changed, if a gradient is not row-major.

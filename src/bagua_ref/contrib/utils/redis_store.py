@@ -55,8 +55,8 @@ _T = TypeVar("_T")
 class RedisStore(ClusterStore):
     """Several Redis servers used as one store.
 
-    Servers in ``hosts`` are asked once what they are, for at most a second each. One that does not
-    answer may come later (S8.3).
+    The configuration of servers in ``hosts`` is checked once, for at most a second each. A server
+    that does not answer may start later (S8.3).
 
     Args:
         hosts: the servers, each a dict with ``host`` and ``port`` or ``unix_socket_path``, and as
@@ -65,7 +65,8 @@ class RedisStore(ClusterStore):
             job starts a server on each of its nodes (S8.4).
         cluster_mode: True: keys are spread over all servers (S8.1). False: node k uses only server
             k mod m.
-        capacity_per_node: bytes that each started server may use before it evicts keys at random.
+        capacity_per_node: memory limit of each started server in bytes, above which keys are
+            evicted at random.
         timeout: seconds without a byte after which a server counts as down.
 
     Raises:
@@ -328,13 +329,14 @@ def start_redis_server_cli(port: int, capacity: int, *args: str) -> None:
     """Start a Redis server on loopback that outlives this process, for ``RedisStore(hosts=[...])``;
     return once it answers.
 
-    It has no password unless ``args`` sets one, so every user of this machine can read it. End it
+    It has no password unless ``args`` sets one, so every user of this machine can read it. Stop it
     with ``redis-cli -p PORT shutdown``. The servers that a job starts for itself are different
     (S8.4).
 
     Args:
         port: the port to listen on.
-        capacity: bytes that it may use before it evicts keys at random; nothing is stored on disk.
+        capacity: memory limit in bytes, above which keys are evicted at random; nothing is stored
+            on disk.
         args: further arguments of the program, such as ``"--requirepass", "secret"``; they override
             the defaults.
 

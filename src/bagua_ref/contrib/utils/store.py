@@ -33,7 +33,7 @@ def encoded_key(key: str) -> bytes:
     not UTF-8 (S8.1).
 
     Raises:
-        TypeError: it is no str.
+        TypeError: the key is not a str.
     """
     if not isinstance(key, str):
         raise TypeError(f"key={key!r} of a store is a {type(key).__name__}; it must be a str")
