@@ -126,7 +126,7 @@ class AveragingThread:
         return self.resume
 
     def check_idle(self) -> None:
-        """Raise RuntimeError if averaging is under way."""
+        """Raise RuntimeError if averaging is running."""
         if self.state not in (State.IDLE, State.ABORTED):
             raise RuntimeError(
                 "averaging is under way, so no state can be loaded; call abort(model) on every rank"

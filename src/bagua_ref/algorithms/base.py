@@ -446,7 +446,9 @@ class Algorithm:
     """
 
     def __post_init__(self) -> None:
-        """Check the options of a dataclass: the text "False" would be true."""
+        """Raise TypeError if a bool option has another type, since the text "False" would count as
+        true.
+        """
         for option in fields(self):  # type: ignore[arg-type]
             if option.type in (bool, "bool"):
                 check_bool(option.name, getattr(self, option.name))

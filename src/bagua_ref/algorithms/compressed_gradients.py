@@ -1,5 +1,5 @@
-"""The base of powersgd, topk and demo: exact means in the warm-up, then compressed rounds with error
-memory (S10, S11.2, S15.6).
+"""Base of powersgd, topk and demo: exact means in the warm-up, then compressed rounds with error
+feedback (S10, S11.2, S15.6).
 """
 
 from __future__ import annotations

@@ -69,9 +69,9 @@ class DiLoCoAlgorithm(Algorithm):
     state, and one fragment while it is in flight.
 
     SparseLoCo: with ``top_k``, each rank sends the ``top_k`` elements of largest absolute value of
-    each chunk of ``p = error_decay*e + (g - x)``, and keeps ``e = p - what it has sent`` (S15.5).
-    A chunk is a block of at most ``chunk`` rows and ``chunk`` columns of a weight. With "Stat2",
-    each element takes 14 bits.
+    each chunk of ``p = error_decay*e + (g - x)``, and keeps the residual ``e = p - sent values``
+    (S15.5). A chunk is a block of at most ``chunk`` rows and ``chunk`` columns of a weight. With
+    "Stat2", each element takes 14 bits.
 
     Args:
         period: steps after which every fragment has been sent once.

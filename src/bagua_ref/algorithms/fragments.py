@@ -168,7 +168,7 @@ class Fragment:
 
     @torch.no_grad()
     def take(self) -> None:
-        """g <- x."""
+        """Set the global copy to the weights: g <- x."""
         torch._foreach_copy_(list[torch.Tensor](self.copies), list[torch.Tensor](self._parameters))
 
     @torch.no_grad()
@@ -305,7 +305,7 @@ class InFlight:
     undo: list[Callable[[], object]] = field(default_factory=list)
 
     def note_arrival(self, bucket_name: str) -> None:
-        """Count the arrival of a bucket's mean; the last operation of each bucket."""
+        """Count the arrival of a bucket's mean; appended as the last operation of each bucket."""
         self.missing -= 1
 
     def state(self) -> dict[str, Any]:

@@ -31,8 +31,8 @@ class Traits:
         same_replicas: weights and optimizer state are equal on all ranks; if so, they are compared
             after a state was loaded.
         alike_rounds: every round sends the same messages and changes nothing but gradients. Then
-            buckets run while the ranks still compare what they are about to do, and waiting for
-            the round raises if they differ; otherwise the first bucket waits for the comparison.
+            buckets run while the ranks still compare their next actions, and waiting for the round
+            raises if they differ; otherwise the first bucket waits for the comparison.
         in_node: whether rounds communicate inside nodes only, so that nodes need not compare; None:
             no round of any phase does.
         steps_follow_backward: optimizer steps without a preceding backward pass of the module are

@@ -1,11 +1,11 @@
 """Registry of kernel backends and their codecs, and selection of a backend.
 
 The choice follows this order: the argument ``backend=``; `use_backend`; the environment variable
-BAGUA_REF_BACKEND; ``"cuda"`` for CUDA tensors if it can run; else ``"reference"``. If a backend
-that was asked for cannot run, that is an error; no other one takes its place. Backends are
-registered as "module:Class" and imported only when needed. Other packages add theirs with
-`register_backend` or with the entry point group ``bagua_ref.backends``. Each backend has codecs of
-its own, in its attribute ``codecs``.
+BAGUA_REF_BACKEND; ``"cuda"`` for CUDA tensors if it can run; else ``"reference"``. If the requested
+backend cannot run, an error is raised; no other backend replaces it. Backends are registered as
+"module:Class" and imported only when needed. Other packages add theirs with `register_backend` or
+with the entry point group ``bagua_ref.backends``. Each backend has its own codecs, in its attribute
+``codecs``.
 """
 
 from __future__ import annotations

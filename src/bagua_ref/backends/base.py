@@ -221,7 +221,7 @@ class KernelBackend(ABC):
         (S2.3).
 
         Args:
-            tensors: tensors of out's dtype and device, with as many elements in total as out.
+            tensors: tensors of out's dtype and device, whose total number of elements is out's.
             out: a tensor of any dtype; written.
         """
         check_flat("out", out, None, self)
@@ -233,7 +233,7 @@ class KernelBackend(ABC):
 
         Args:
             flat: a tensor of any dtype; unchanged.
-            tensors: tensors of flat's dtype and device, with as many elements in total as flat;
+            tensors: tensors of flat's dtype and device, whose total number of elements is flat's;
                 written.
         """
         check_flat("flat", flat, None, self)

@@ -70,7 +70,7 @@ class Chunks:
 
 
 def largest_of_rows(x: Tensor, k: int) -> Tensor:
-    """Return the indices of the k elements of largest absolute value of each row, ascending, K x k
+    """Return the indices of the k elements of largest magnitude of each row, ascending, K x k
     (S15.2).
 
     Ties go to the lower index. NaN counts as larger than inf, and all NaNs as equal.

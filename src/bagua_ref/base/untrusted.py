@@ -1,6 +1,6 @@
 """Untrusted input: JSON, checks of its form, and text that is safe to print.
 
-What is damaged is named. A file that was made to waste memory or time is not defended against.
+Errors name the damaged part. There is no defence against files made to waste memory or time.
 """
 
 from __future__ import annotations

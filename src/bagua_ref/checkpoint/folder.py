@@ -1,9 +1,9 @@
 """Folders of checkpoints: durable writing, the manifest that completes a checkpoint, verification,
 the lock against a second job, and removal of old checkpoints.
 
-A folder has one folder for each checkpoint, ``step_00000012``, with the parts ``common-<n>.pt`` and
-``rank<r>-<n>.pt`` and ``manifest.json``, which is renamed into place last and names the
-others with size and SHA-256. What it does not name does not count.
+A folder has one subfolder per checkpoint, such as ``step_00000012``, with the files
+``common-<n>.pt``, ``rank<r>-<n>.pt`` and ``manifest.json``. The manifest is renamed into place last,
+and lists the other files with size and SHA-256. Files that it does not list are ignored.
 """
 
 from __future__ import annotations

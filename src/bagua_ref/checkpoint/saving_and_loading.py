@@ -263,8 +263,8 @@ def load(
         model: wrapped with the same algorithm as when it was saved. With drop_rank_state=True it
             may also be a plain module; then the first rank's model and optimizers are loaded, and
             nothing of the algorithm.
-        optimizers: as many as were saved.
-        sampler: has ``load_state_dict()``.
+        optimizers: the optimizers, as many as were saved, or a single one.
+        sampler: an object with ``load_state_dict()``.
         step: load the checkpoint of this step only; None: the last one.
         drop_rank_state: if the number of ranks has changed, continue without the state of single
             ranks: all ranks take the first rank's model, optimizers and extra; the sampler and

@@ -67,9 +67,9 @@ class ChunkedSparse(CommOp):
     p = decay*e + x -> Y = T(p) -> select k of each chunk of Y -> all-gather one message -> D = mean
     of the decoded Y -> e = p - T'(own decoded Y) -> x = T'(D)
 
-    T is the identity, or the discrete cosine transform of each chunk. A tensor whose result is not
-    finite is NaN throughout, and its e stays as it was, on every rank: what is not finite is always
-    selected.
+    T is the identity, or the discrete cosine transform of each chunk. If a tensor's result is not
+    finite, all of its elements become NaN, and its e does not change, on every rank: elements that
+    are not finite are always selected.
 
     Each rank sends its message to n - 1 others: for N selected elements of a tensor, 12 bits for
     each index, unless chunks are sent whole, and 4 N bytes or a codec's payload. Scratch is a

@@ -1,6 +1,6 @@
 """Sockets and threads of gloo's process groups, and sockets of torch's store.
 
-Sockets are found in order to end them at once, and in a forked child.
+Sockets are identified so that they can be shut down at once, or closed in a forked child.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A job of several processes: the store for their rendezvous, and the connections between them
 (S1).
 
-The store is the caller's, the launcher's, or one served by rank 0.
+The store is passed by the caller, provided by the launcher, or served by rank 0.
 """
 
 from __future__ import annotations

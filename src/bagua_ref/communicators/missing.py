@@ -1,8 +1,8 @@
 """Diagnosis of missing ranks: which ranks of a job are waiting, have given up or have ended, and
 texts about this in errors (S2.5).
 
-Each rank publishes this in the job's store. A thread compares the waits of all ranks, so that a
-deadlock is found within seconds; another one watches processes of this machine and collectives on
+Each rank publishes its waits in the job's store. One thread compares the waits of all ranks, to
+detect a deadlock within seconds; another one watches processes on this machine and collectives on
 a device.
 """
 
@@ -617,7 +617,7 @@ class Peers:
 
     def _deadlock(self) -> tuple[list[Any], str]:
         """Return the records of all ranks at the last deadlock, and its description if this rank is
-        part of it.
+        part of it; empty if there was none.
         """
         if not self._store.check(["deadlock"]):
             return [], ""

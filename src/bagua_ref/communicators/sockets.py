@@ -1,8 +1,9 @@
 """Sockets between all ranks of a group, set up through a slower channel, and the messages over
 them: a few int64 exchanged by all ranks, and notifications about pieces in shared memory.
 
-A message waits in the operating system until it is read, so that no thread wakes for it. A message
-of gloo wakes a thread at both ends twice, which takes half a millisecond of a step on two cores.
+A message stays in the operating system until it is read, so that no thread must wake up for it. A
+message of gloo wakes a thread at both ends twice, which takes half a millisecond per step on two
+cores.
 """
 
 from __future__ import annotations

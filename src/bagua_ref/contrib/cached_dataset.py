@@ -128,7 +128,9 @@ class CachedDataset(Dataset[Any]):
         return load_batch(indices) if load_batch else [self.dataset[index] for index in indices]
 
     def _place(self) -> tuple[int, int]:
-        """Return the index of this rank among the ranks that share a cache, and their number."""
+        """Return this rank's index among the ranks that share a cache, and the number of these
+        ranks.
+        """
         world = current_world()
         if world.default_group is None and not (dist.is_available() and dist.is_initialized()):
             return 0, 1

@@ -1,8 +1,8 @@
 """Rounds of communication, which begin only if all ranks agree; the only module that compares ranks
 during training.
 
-Each rank sends each other one small message about what it is about to do. Once a round has failed,
-none begins any more.
+Before each action, every rank sends a small message about it to every other rank. After a round has
+failed, no further round begins.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 parameters.
 
 FSDP2 keeps each parameter as a DTensor, and calls its post-accumulate-grad hooks when the gradient
-has been reduce-scattered. What
-is sent here goes between ranks that hold the same shards, so the mesh of the shards and the group
-share one rank only: this one.
+has been reduce-scattered. Messages of this package go between ranks that hold the same shards, so
+the mesh of the shards and the group share only one rank: this one.
 """
 
 from __future__ import annotations
