@@ -2,8 +2,8 @@
 the lock against a second job, and removal of old checkpoints.
 
 A folder has one subfolder per checkpoint, such as ``step_00000012``, with the files
-``common-<n>.pt``, ``rank<r>-<n>.pt`` and ``manifest.json``. The manifest is renamed into place last,
-and lists the other files with size and SHA-256. Files that it does not list are ignored.
+``common-<n>.pt``, ``rank<r>-<n>.pt`` and ``manifest.json``. The manifest, which is renamed into
+place last, lists the other files with size and SHA-256. Files that it does not list are ignored.
 """
 
 from __future__ import annotations
