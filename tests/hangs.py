@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import runpy
 import sys
@@ -460,6 +461,7 @@ def healthy(name: str) -> str:
 def run(script: str, folder: str) -> None:
     """Run a script as the main program of this rank, under `bagua_ref.explain_hangs`."""
     sys.argv = [script]
+    faulthandler.disable()  # pytest's, of which this process may be a fork
     watch = bagua_ref.explain_hangs(folder)
     try:
         runpy.run_path(script, {"watch": watch}, "__main__")

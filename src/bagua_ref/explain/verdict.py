@@ -192,6 +192,11 @@ def _at(kind: str, text: str, call: RankCall) -> Finding:
     return Finding(kind, text, call.rank, call.file, call.line)
 
 
+def _main_call(dump: RankDump) -> RankCall:
+    """Return the call of the main thread, without an operation and a line if there is no stack."""
+    return dump.stacks[0].call if dump.stacks else RankCall(dump.rank, "", "", "", "", 0)
+
+
 def _exception(found: Explanation) -> Finding | None:
     """Return the first exception of a rank that was not raised by communication."""
     return _first_error(found, False)
@@ -208,7 +213,7 @@ def _first_error(found: Explanation, communication: bool | None) -> Finding | No
     for dump in sorted(found.dumps.values(), key=lambda dump: dump.time):
         error = dump.error
         if error is not None and error["communication"] is communication:
-            call = dump.stacks[0].call  # of the main thread, which has raised it
+            call = _main_call(dump)  # the main thread has raised it
             text = f"exception on rank {dump.rank} at {place(call.file, call.line)}: "
             return _at("exception", f"{text}{error['type']}: {error['message']}", call)
     return None
@@ -301,7 +306,7 @@ def _waiting(found: Explanation) -> Finding | None:
         for dump in sorted(found.dumps.values(), key=lambda dump: dump.time):
             if dump.error is None:
                 continue
-            call = dump.stacks[0].call if dump.stacks else RankCall(dump.rank, "", "", "", "", 0)
+            call = _main_call(dump)
             at = f" in {call.operation or 'a call'} at {place(call.file, call.line)}"
             text = f"rank {dump.rank} fails{at if call.file else ''}: {dump.error['message']}"
             return _at("failed", "; ".join([text, *sentences]), call)
