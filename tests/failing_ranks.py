@@ -208,7 +208,7 @@ def makes_other_buckets(training: Training) -> None:
 def comes_late(training: Training) -> None:
     """Rank 1 comes later than the module's timeout."""
     if training.rank == 1:
-        current_world().sleep(2)
+        current_world().sleep(5)
     training.go_on()
 
 

@@ -230,9 +230,9 @@ SCENARIOS = {
     "is stopped, gloo": Scenario(
         faults.is_stopped, "rank 1 did not .*; its process is stopped", timeout=2.0, stops=True
     ),
-    "comes too late, gloo": Scenario(faults.comes_late, "after 1 s.*rank 1 did not", timeout=1.0),
+    "comes too late, gloo": Scenario(faults.comes_late, "after 3 s.*rank 1 did not", timeout=3.0),
     "comes too late, messages in memory": Scenario(
-        faults.comes_late, "after 1 s.*rank 1 did not", timeout=1.0, **MESSAGES
+        faults.comes_late, "after 3 s.*rank 1 did not", timeout=3.0, **MESSAGES
     ),
     "ends by an exception, gloo": Scenario(
         faults.ends_by_an_uncaught_exception, "rank 1 ended with ValueError: no batch 7$"
