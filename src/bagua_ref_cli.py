@@ -60,7 +60,7 @@ def _cluster(text: str) -> tuple[int, int | None]:
 
 
 class Option(NamedTuple):
-    """An option or an argument: its name, and what `argparse` is told about it."""
+    """An option or an argument: its name, and the arguments of `argparse` for it."""
 
     name: str
     settings: dict[str, Any]
@@ -89,7 +89,7 @@ class OneOf(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command: what ``--help`` says about it, and its options.
+    """A command: the texts of its ``--help``, and its options.
 
     Attributes:
         help: its line in the list of commands.

@@ -43,10 +43,10 @@ class SimWorld:
         self, function: Callable[..., Any], ranks: int = 2, *args: Any, **options: Any
     ) -> list[Any]:
         """Call ``function(*args)`` on every rank, in forks of this process, under many schedules;
-        return what each rank returned. The test fails with the first error.
+        return the results by rank. The test fails with the first error.
 
         Args:
-            function: the program; what it returns must be picklable.
+            function: the program; its results must be picklable.
             ranks: the number of ranks.
             args: of the function.
             options: those of `bagua_ref.simulation.judge.Exploration`, such as ``seeds=20`` or

@@ -146,7 +146,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
 
     @property
     def warmup(self) -> Rounds:
-        """The schedule of the warm-up, whose length is an option of the optimizer."""
+        """The schedule of the warm-up; the optimizer's options have its length."""
         return Rounds(self.q_adam_optimizer.warmup_steps, phase="the compressed phase")
 
     @property

@@ -130,8 +130,8 @@ class Layout:
         return flat.as_strided(self.shape, self.strides)
 
     def in_order(self, tensor: Tensor) -> Tensor:
-        """Return a view of ``tensor``, of this shape and any strides, whose row-major order is that
-        of flat storage.
+        """Return a view of ``tensor``, of this shape and any strides, with its elements in the
+        row-major order of flat storage.
         """
         return tensor if self._axes is None else tensor.permute(self._axes)
 
@@ -159,7 +159,7 @@ def _layout(shape: torch.Size, strides: tuple[int, ...] | None) -> Layout:
 
 
 def effective_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return ``strides`` with 1 for axes of length 0 or 1, whose strides have no effect.
+    """Return ``strides`` with 1 for axes of length 0 or 1: strides have no effect there.
 
     >>> effective_strides((4, 1), (1, 7))
     (1, 1)

@@ -153,7 +153,7 @@ class ErrorMemory:
         self.server[part] = before[1][part]
 
     def update(self, worker: Tensor, server: Tensor, result: Tensor, place: int) -> None:
-        """Store the new e and f, with 0 for padding; elements whose result is NaN keep their old
+        """Store the new e and f, with 0 for padding; where a result is NaN, keep the old
         residuals.
 
         Args:

@@ -645,8 +645,10 @@ class Peers:
             self._pass(wait.place)
 
     def _interrupt_waits(self, ended: Mapping[int, float]) -> None:
-        """Interrupt waits for ranks whose processes ``ended`` (by rank, the time), and device work
-        that is late.
+        """Interrupt waits for dead ranks, and late device work.
+
+        Args:
+            ended: the time at which each dead rank's process ended.
         """
         now = time.monotonic()
         for wait in self._all():

@@ -87,8 +87,11 @@ class Processes:
         return set(ranks) <= self._files.keys() | self._ended
 
     def ended(self, ranks: Iterable[int], seconds: float = 0.0) -> set[int]:
-        """Return the ``ranks`` whose processes have ended; if there are none, wait at most
-        ``seconds`` for one (inf: until `wake`).
+        """Return the dead ones of ``ranks``; if there are none, wait for one.
+
+        Args:
+            ranks: ranks with a process on this machine.
+            seconds: the limit of the wait; inf: until `wake`.
         """
         among = set(ranks)
         if not self._ended & among:
