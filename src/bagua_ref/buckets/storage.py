@@ -440,7 +440,7 @@ class FlatStorage:
         self.kernels.scatter_flat(flat[: self.filled], self._in_order(effective))
 
     def _in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return row-major views of the tensors: each has any strides, and the order of flat
+        """Return a view of each tensor, of any strides, with its elements in the order of flat
         storage.
         """
         return [

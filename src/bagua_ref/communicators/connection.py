@@ -127,15 +127,12 @@ class Connection:
             )
 
         def finish() -> list[list[int]]:
-            # Mostly it is complete, and this takes half the time. Another thread may be in a
+            # Mostly it is complete, and this takes half the time. Another thread may be ending a
             # collective, whose messages come through the same sockets.
-            if mesh is not None and not self._closed and self._turn.acquire(blocking=False):
-                try:
-                    with suppress(RuntimeError):
-                        if mesh.is_complete():
-                            return received()
-                finally:
-                    self._turn.release()
+            if mesh is not None and not self._closed:
+                with self._turn, suppress(RuntimeError):
+                    if mesh.is_complete():
+                        return received()
             self.run(collective, lambda _: self._begun, place=place)
             return received()
 
