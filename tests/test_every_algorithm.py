@@ -339,6 +339,28 @@ def test_other_dtypes_train_or_are_refused_by_name(name: str, dtype: torch.dtype
             assert found.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.proof] * (name not in LAST)) for name in CASES]
+)
+def test_the_default_dtype_changes_nothing(name: str) -> None:
+    models = [model(r) for r in range(sum(CASES[name].nodes))]
+
+    def rank(r: int) -> Any:
+        run = Run(name, models[r])
+        run.step(*range(STEPS))
+        state = run.algorithm.state_dict()
+        state.pop("outer_optimizers", None)  # torch counts steps in the default dtype
+        return run.weights(), state
+
+    expected = simulate(len(models), rank, nodes=CASES[name].nodes)
+    models = [model(r) for r in range(len(models))]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_same(simulate(len(models), rank, nodes=CASES[name].nodes), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # Buckets
 
 

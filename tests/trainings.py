@@ -66,7 +66,8 @@ def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
+    seeded = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(4, 6, generator=seeded, dtype=torch.float32).to(dtype)
 
 
 def small_batch(rank: int, step: int = 0) -> torch.Tensor:

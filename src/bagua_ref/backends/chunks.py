@@ -170,7 +170,7 @@ def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a chunk: return the shift and three levels as four float32, and the uint8 code of
     each value.
     """
-    levels, codes = torch.zeros(4, device=x.device), torch.zeros_like(x, dtype=torch.uint8)
+    levels, codes = x.new_zeros(4), torch.zeros_like(x, dtype=torch.uint8)
     filled = x != 0
     v = x[filled]
     count = v.numel()
@@ -268,7 +268,7 @@ class ChunkCoder:
         if self.codec is None:
             values = sent[self._head :].view(torch.float32)
         else:
-            values = torch.empty(self.count, device=sent.device)
+            values = total.new_empty(self.count)
             self.codec.decompress(sent[self._head :], 1, values)
         found = [(total, values)]
         if counts is not None:
