@@ -266,14 +266,15 @@ class MomentumBucket:
             for parameter in bucket.tensors:
                 _gradient(parameter).fill_(torch.nan)
         assert self._before is not None
-        for parameter, layout, momentum in zip(
-            bucket.tensors, bucket.layouts, bucket.effective_tensors(), strict=True
-        ):
-            start, end = end, end + parameter.numel()
-            if parameter in unused:
-                momentum.copy_(layout.view(self._before[start:end]))
-                if self._memory is not None and self._errors is not None:
-                    self._memory.put_back(self._errors, start, end, self._place)
+        if unused:
+            for parameter, layout, momentum in zip(
+                bucket.tensors, bucket.layouts, bucket.effective_tensors(), strict=True
+            ):
+                start, end = end, end + parameter.numel()
+                if parameter in unused:
+                    momentum.copy_(layout.view(self._before[start:end]))
+                    if self._memory is not None and self._errors is not None:
+                        self._memory.put_back(self._errors, start, end, self._place)
         self._errors = None
         if self._scaler is None and not self.overflowed:
             self._before = None
@@ -350,7 +351,8 @@ def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Split tensors of one shape into blocks whose intermediate results fit into the processor's
     cache.
     """
-    if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
+    fits = tensors[0].numel() <= BLOCK or tensors[0].device.type != "cpu"
+    if fits or not all(tensor.is_contiguous() for tensor in tensors):
         return [tensors]
     return zip(*(tensor.view(-1).split(BLOCK) for tensor in tensors), strict=True)
 
