@@ -205,6 +205,25 @@ def quality(task: str) -> str:
     )
 
 
+def sparse_steps(task: str) -> str:
+    """Return the steps, bytes and predicted seconds of each contender to the loss of a task."""
+    rows = [row for row in rows_of("sparse_steps") if row["task"] == task]
+    bytes_of = {row["work"]: row for row in rows if row["unit"] == "MB"}
+    lines = []
+    for row in (row for row in rows if row["unit"] != "MB"):
+        name = row["work"].removeprefix(f"{task}: ").removesuffix(", not reached")
+        if row["unit"] == "loss":
+            lines.append([_linked(name), f"not reached: loss {row['ours']:.3f}", *["–"] * 3])
+            continue
+        steps, sent = f"{row['ours']:.0f}", f"{row['bytes'] / 1e6:.3g} MB"
+        if judged := bytes_of.get(row["work"]):
+            steps += f" ({row['ratio']:.2f} x{_missed(row)})"
+            sent += f" (1/{1 / judged['ratio']:.0f}{_missed(judged)})"
+        times = [f"{row[f'seconds, {link}']:.3g} s" for link in LINKS[:2]]
+        lines.append([_linked(name), steps, sent, *times])
+    return grid(["algorithm", "steps", "sent by a rank", *LINKS[:2]], lines)
+
+
 def demo() -> str:
     """Return the table of the demo from `_demo.json`, which `bagua-ref demo --json-file` wrote."""
     result = json.loads(Path(__file__).with_name("_demo.json").read_text(encoding="utf-8"))
@@ -367,6 +386,7 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {
         for made in (gpu_kernels, fuse_step, learning, learning_compressed, slow_link)
     },
     **{f"quality, {task}": (partial(quality, task), "time_to_quality") for task in TASKS},
+    **{f"sparse steps, {task}": (partial(sparse_steps, task), "sparse_steps") for task in TASKS},
     **{f"checks, {suite}": (partial(checks, suite), "") for suite in SUITES},
     "predictions": (predictions, "predicted_times"),
     "clauses": (clauses, ""),

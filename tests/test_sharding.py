@@ -306,7 +306,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
             "decentralized",
             sharded(mesh["shard"]),
             group,
-            f"DecentralizedAlgorithm cannot train {weight}, which fully_shard (FSDP2)",
+            f"DecentralizedAlgorithm cannot train {weight}, which fully_shard (FSDP2) has sharded",
         ),
         (
             "low_precision_decentralized",
@@ -321,6 +321,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
             f"AsyncModelAverageAlgorithm cannot train {weight}",
         ),
         ("qadam", sharded(mesh["shard"]), group, f"QAdamAlgorithm cannot train {weight}"),
+        ("qadam", sharded(mesh["shard"]), group, "Use one of bytegrad, demo, diloco, gradient_"),
         ("gradient_allreduce", mixed, group, f"'2.weight' is not sharded while {weight} is"),
         (
             "gradient_allreduce",

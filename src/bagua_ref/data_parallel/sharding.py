@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm
+from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry
 from bagua_ref.types import Group
 
 
@@ -174,10 +175,12 @@ def check_sharded(
                 " in ignored=[...]"
             )
     if not algorithm.takes_shards:
+        known = GlobalAlgorithmRegistry.items()
+        names = [name for name, (made, _) in sorted(known) if getattr(made, "takes_shards", False)]
         raise NotImplementedError(
             f"{type(algorithm).__name__} cannot train {first!r}, which fully_shard (FSDP2) has"
-            " sharded: it moves weights or changes the optimizer's state. Use gradient_allreduce,"
-            " bytegrad, powersgd, topk, demo, local_sgd or diloco"
+            " sharded: it moves weights or changes the optimizer's state. Use one of"
+            f" {', '.join(names)}"
         )
 
 
