@@ -176,11 +176,11 @@ def check_sharded(
             )
     if not algorithm.takes_shards:
         known = GlobalAlgorithmRegistry.items()
-        names = [name for name, (made, _) in sorted(known) if getattr(made, "takes_shards", False)]
+        takers = [name for name, (made, _) in sorted(known) if getattr(made, "takes_shards", False)]
         raise NotImplementedError(
             f"{type(algorithm).__name__} cannot train {first!r}, which fully_shard (FSDP2) has"
             " sharded: it moves weights or changes the optimizer's state. Use one of"
-            f" {', '.join(names)}"
+            f" {', '.join(takers)}"
         )
 
 
