@@ -352,8 +352,7 @@ class Lab:
         options: dict[str, Any],
         *,
         record: bool = False,
-        refusal: type[Exception] | tuple[type[Exception], ...] = (),
-        seed: int | None = None,
+        refusal: type[Exception] | tuple[()] = (),
     ) -> list[Any]:
         """Return the results of ``part.method(world, *arguments, **options)`` on the ranks of a
         simulated world.
@@ -365,15 +364,14 @@ class Lab:
             arguments: name -> the argument of each rank. Ranks get copies.
             options: arguments of all ranks.
             record: whether to record the messages sent, as ``messages``.
-            refusal: errors that a rank may raise; one then is the rank's result.
-            seed: seed of the world; None: drawn.
+            refusal: an error that a rank may raise; it then is the rank's result.
 
         Raises:
             Violation: any other exception of any rank.
         """
         self.need_ranks(sum(nodes))
         self.need_dtypes(tensors_in([*arguments.values()]))
-        owner, seed = self.part(part), self.seed() if seed is None else seed
+        owner, seed = self.part(part), self.seed()
         simulated = SimulatedWorld(sum(nodes), nodes=nodes, seed=seed)
         if record:
             self.messages = simulated.record()
