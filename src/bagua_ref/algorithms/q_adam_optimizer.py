@@ -348,11 +348,12 @@ def _may_be_zero(v: Tensor) -> bool:
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split tensors of one shape into blocks whose intermediate results fit into the processor's
-    cache.
+    """Split tensors of one shape into blocks of `BLOCK` elements, small enough for the processor's
+    cache; return small tensors, those on devices, and those with gaps whole.
     """
-    fits = tensors[0].numel() <= BLOCK or tensors[0].device.type != "cpu"
-    if fits or not all(tensor.is_contiguous() for tensor in tensors):
+    if tensors[0].numel() <= BLOCK or tensors[0].device.type != "cpu":
+        return [tensors]
+    if not all(tensor.is_contiguous() for tensor in tensors):
         return [tensors]
     return zip(*(tensor.view(-1).split(BLOCK) for tensor in tensors), strict=True)
 
