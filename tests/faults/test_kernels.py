@@ -228,6 +228,13 @@ def forgets_imaginary_parts(right, tensors, out):
         out.imag.zero_()
 
 
+@kernel("gather_flat", "S2.3.gather_flat")
+def gathers_integers_as_float64(right, tensors, out):
+    right(tensors, out)
+    if not out.is_complex():
+        out.copy_(out.double())
+
+
 @kernel("gather_flat", "S2.3.long")
 def gathers_zeros_after_65536(right, tensors, out):
     right(tensors, out)

@@ -224,6 +224,22 @@ class SkipsTheCopyBack(ReferenceCommOps):
         return [rounds[0], *results[:-1]]
 
 
+@found_by("comm_ops.S3.4.shift_one")
+class LetsTheOddRankBe(ReferenceCommOps):
+    def decentralized(self, world, rounds, *, mode, hierarchical):
+        if mode == "shift_one" and world.world_size % 2 and not hierarchical:
+            return rounds
+        return super().decentralized(world, rounds, mode=mode, hierarchical=hierarchical)
+
+
+@found_by("comm_ops.S3.2.low_precision")
+class CompressesNothingItDoesNotKnow(ReferenceCommOps):
+    def centralized(self, world, x, **options):
+        if options["compression"] != "MinMaxUInt8":
+            options["compression"] = None
+        return super().centralized(world, x, **options)
+
+
 @found_by("comm_ops.S13.3.exponential")
 class TakesTheRingForExponential(ReferenceCommOps):
     def decentralized_on_graph(self, world, rounds, *, graph, hierarchical):

@@ -97,13 +97,58 @@ def _centralized(
     lab.assert_equal(results, [*wanted], where="elements by rank")
 
 
-@check("comm_ops.S3.1.scatter_gather", dtypes=FLOATS, effort=0.5)
+def _expect_refusal(
+    lab: Lab,
+    nodes: tuple[int, ...],
+    method: str,
+    mine: Any,
+    error: type[Exception] = ValueError,
+    named: tuple[str, ...] = (),
+    **options: Any,
+) -> None:
+    """Expect an error on every rank, whose message has the words ``named``."""
+    n = sum(nodes)
+    results = lab.on_ranks(
+        "comm_ops", method, nodes, {"inputs": [mine] * n}, options, refusal=error, seed=0
+    )
+    refused = [
+        isinstance(found, error) and all(x in str(found) for x in named) for found in results
+    ]
+    where = f"refused with a {error.__name__}" + "".join(f" that names {x}" for x in named)
+    lab.assert_equal(refused, [True] * n, where=f"{where}, by rank")
+
+
+def _walk_refusals(lab: Lab) -> None:
+    """Compression without scattergather, unknown compression, and float64 are refused."""
+    given = {"average": True, "scattergather": True, "compression": "MinMaxUInt8"}
+    changes: list[dict[str, Any]] = [{"scattergather": False}, {"compression": "MinMaxUInt9"}]
+    x = torch.ones(6, dtype=lab.dtype)
+    for nodes, between in (((2,), False), ((2, 1), True)):
+        how: dict[str, Any] = {**given, "hierarchical": between}
+        for wrong in changes:
+            _expect_refusal(lab, nodes, "centralized", x, **{**how, **wrong})
+        if "float64" in lab.dtypes(FLOATS):
+            _expect_refusal(lab, nodes, "centralized", x.double(), TypeError, ("float64",), **how)
+
+
+def _walk_uneven(lab: Lab) -> None:
+    """A size that the number of ranks does not divide is refused, or no element is left out."""
+    x, errors = torch.arange(5).to(lab.dtype), (ValueError, TypeError, RuntimeError)
+    how = {"average": False, "scattergather": True, "compression": None, "hierarchical": False}
+    results = lab.on_ranks(
+        "comm_ops", "centralized", (2,), {"inputs": [x, x]}, how, refusal=errors, seed=0
+    )
+    if not all(isinstance(result, errors) for result in results):
+        lab.assert_equal(results, [2 * x] * 2, where="elements by rank")
+
+
+@check("comm_ops.S3.1.scatter_gather", dtypes=FLOATS, effort=0.5, walk=_walk_uneven)
 def scatter_gather(lab: Lab) -> None:
     """Scatter-gather adds in rank order, and every rank ends with identical bits."""
     _centralized(lab, lab.world(worlds()), None, False)
 
 
-@check("comm_ops.S3.2.low_precision", dtypes=COMPRESSIBLE, effort=0.5)
+@check("comm_ops.S3.2.low_precision", dtypes=COMPRESSIBLE, effort=0.5, walk=_walk_refusals)
 def low_precision(lab: Lab) -> None:
     """With one byte per element, every rank ends with identical bits, as specified."""
     _centralized(lab, lab.world(worlds()), "MinMaxUInt8", False)
@@ -206,7 +251,20 @@ def _decentralized(
     return results, rounds
 
 
-@check("comm_ops.S3.4.shift_one", dtypes=FLOATS, effort=0.5)
+def _walk_odd(lab: Lab) -> None:
+    """An odd number of ranks, or of leaders, is refused, and so is an unknown mode."""
+    x = [torch.ones(3, dtype=lab.dtype)]
+    _expect_refusal(lab, (2,), "decentralized", x, mode="shift_two", hierarchical=False)
+    for nodes, between, named in (
+        ((3,), False, ("3",)),
+        ((2, 1, 1), True, ("hierarchical=False",)),
+        ((4, 1), False, ("5",)),
+    ):
+        given: dict[str, Any] = {"mode": "shift_one", "hierarchical": between}
+        _expect_refusal(lab, nodes, "decentralized", x, named=named, **given)
+
+
+@check("comm_ops.S3.4.shift_one", dtypes=FLOATS, effort=0.5, walk=_walk_odd)
 def shift_one(lab: Lab) -> None:
     """Each rank averages with its peer of the step; with hierarchical, leaders average node
     means.
@@ -244,10 +302,12 @@ def all_ranks(lab: Lab) -> None:
     """
     between, nodes = lab.flag(), lab.world(worlds())
     n = sum(nodes)
-    inputs = [x / 64 for x in _inputs(lab, n, 1)]
-    rounds = [[x] for x in inputs]
-    results = _run(lab, nodes, "decentralized", rounds, mode="all", hierarchical=between)
-    _in_any_order(lab, [of_rank[0] for of_rank in results], inputs, n)
+    first = [x / 64 for x in _inputs(lab, n, 1)]
+    rounds = _rounds(lab, first, 1)
+    by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
+    results = _run(lab, nodes, "decentralized", by_rank, mode="all", hierarchical=between)
+    for step, inputs in enumerate(rounds):
+        _in_any_order(lab, [of_rank[step] for of_rank in results], inputs, n)
 
 
 _GRAPHS = ("decentralized_on_graph",)
@@ -334,7 +394,17 @@ def mean_is_kept(lab: Lab) -> None:
         lab.assert_that(not wrong.any(), said)
 
 
-@check("comm_ops.S3.5.ring", dtypes=COMPRESSIBLE, effort=0.5)
+def _walk_ring(lab: Lab) -> None:
+    """float64 is refused."""
+    if "float64" in lab.dtypes(FLOATS):
+        x, method = torch.ones(3, dtype=torch.float64), "low_precision_decentralized"
+        for nodes, between in (((2,), False), ((2, 1), True)):
+            _expect_refusal(
+                lab, nodes, method, [x, x], TypeError, ("float64",), hierarchical=between
+            )
+
+
+@check("comm_ops.S3.5.ring", dtypes=COMPRESSIBLE, effort=0.5, walk=_walk_ring)
 def ring(lab: Lab) -> None:
     """Steps on the ring are as specified, bit for bit, so that replicas stay equal."""
     nodes = lab.world(worlds(8))

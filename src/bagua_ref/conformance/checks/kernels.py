@@ -214,8 +214,24 @@ def _means_near_ties(lab: Lab, count: int) -> Tensor:
 
 
 def _numbers(size: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    x = torch.arange(start, start + size).remainder(251).to(dtype)
-    return x * (1 - 2j) if dtype.is_complex else x
+    """Numbers that differ from their neighbours, need all bits of their dtype, and reach its ends:
+    a copy by way of another dtype would change them.
+    """
+    place = torch.arange(start, start + size)
+    x = place.remainder(251)
+    if dtype is torch.bool:
+        return x % 3 == 0
+    if not dtype.is_floating_point and not dtype.is_complex:
+        limits = torch.iinfo(dtype)
+        ends = torch.tensor([limits.min, limits.max, limits.max - 1]).to(dtype)
+        return torch.where(place % 7 < 3, ends[place % 7 % 3], x.to(dtype))
+    real = torch.finfo(dtype)
+    part = torch.float32 if dtype is torch.complex64 else torch.float64
+    ends = torch.tensor([-0.0, real.tiny / 4, real.max, -math.inf], dtype=torch.float64)
+    wide = torch.where(place % 7 < 4, ends[place % 7 % 4], (x + 1).double() * (1 + real.eps))
+    return (
+        torch.complex(wide.to(part), -wide.to(part).roll(1)) if dtype.is_complex else wide.to(dtype)
+    )
 
 
 def _pieces(lab: Lab) -> tuple[list[Tensor], torch.dtype]:
@@ -251,7 +267,25 @@ def _scatter(lab: Lab, pieces: list[Tensor], flat: Tensor) -> None:
         lab.compare(call, name, part.view(piece.shape))
 
 
+def _arranged(dtype: torch.dtype) -> list[Tensor]:
+    """Tensors in several orders of memory, channels_last among them, one with gaps and one without
+    dimensions.
+    """
+    found = [_numbers(1, dtype, 3).view(()), _numbers(18, dtype, 80)[::2]]
+    for shape, axes in (
+        ((4, 3), (1, 0)),
+        ((3, 2, 4), (1, 2, 0)),
+        ((2, 4, 5, 3), (0, 3, 1, 2)),
+        ((2, 2, 3, 2, 3), (0, 4, 1, 2, 3)),
+    ):
+        found.append(_numbers(math.prod(shape), dtype, 40 * len(shape)).view(shape).permute(axes))
+    return found
+
+
 def _walk_gathering(lab: Lab) -> None:
+    for name in lab.dtypes(MOVABLE):
+        pieces = _arranged(dtype_named(name))
+        _gather(lab, pieces, torch.cat([piece.reshape(-1) for piece in pieces]))
     for case in _rows(lab, "gather_flat"):
         # a program that gets no tensors could not know another dtype than float32
         if case.inputs or case.outputs["flat"].dtype == torch.float32:
@@ -259,6 +293,9 @@ def _walk_gathering(lab: Lab) -> None:
 
 
 def _walk_scattering(lab: Lab) -> None:
+    for name in lab.dtypes(MOVABLE):
+        pieces = _arranged(dtype_named(name))
+        _scatter(lab, pieces, _numbers(sum(map(Tensor.numel, pieces)), dtype_named(name)))
     for case in _rows(lab, "scatter_flat"):
         _scatter(lab, [*case.outputs.values()], case.inputs["flat"])
 

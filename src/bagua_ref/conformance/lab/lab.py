@@ -352,7 +352,8 @@ class Lab:
         options: dict[str, Any],
         *,
         record: bool = False,
-        refusal: type[Exception] | tuple[()] = (),
+        refusal: type[Exception] | tuple[type[Exception], ...] = (),
+        seed: int | None = None,
     ) -> list[Any]:
         """Return the results of ``part.method(world, *arguments, **options)`` on the ranks of a
         simulated world.
@@ -364,14 +365,15 @@ class Lab:
             arguments: name -> the argument of each rank. Ranks get copies.
             options: arguments of all ranks.
             record: whether to record the messages sent, as ``messages``.
-            refusal: an error that a rank may raise; it then is the rank's result.
+            refusal: errors that a rank may raise; one then is the rank's result.
+            seed: seed of the world; None: drawn.
 
         Raises:
             Violation: any other exception of any rank.
         """
         self.need_ranks(sum(nodes))
         self.need_dtypes(tensors_in([*arguments.values()]))
-        owner, seed = self.part(part), self.seed()
+        owner, seed = self.part(part), self.seed() if seed is None else seed
         simulated = SimulatedWorld(sum(nodes), nodes=nodes, seed=seed)
         if record:
             self.messages = simulated.record()

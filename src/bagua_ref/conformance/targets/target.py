@@ -23,8 +23,8 @@ _KERNELS = ("codecs", *(name[1:] for name in KernelBackend.__abstractmethods__))
 TAIL = 7
 """Number of elements beyond a block: fewer than any vector has, and no multiple of that."""
 
-LONG = (2**17 + TAIL,)
-"""Numbers of elements of long inputs in all profiles but "large"."""
+LONG = (2**18 + TAIL,)
+"""Numbers of elements of long inputs in all profiles but "large": beyond the reference's blocks."""
 
 
 @dataclass
