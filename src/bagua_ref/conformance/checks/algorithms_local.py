@@ -88,7 +88,10 @@ def offset(lab: Lab) -> Given:
     """
     size = lab.integer(2, 4)
     return {
-        "steps": st.integers(size, 2 * size + 1),
+        "warmup_steps": st.integers(0, 2),
+        "steps": lambda options: st.integers(size, 2 * size + 1).map(
+            lambda more: options["warmup_steps"] + more
+        ),
         "period": size,
         "offset": st.integers(0, size - 1),
     }
@@ -123,7 +126,12 @@ def fragments_of(training: Training) -> list[list[int]]:
 
 def _follow_diloco(training: Training) -> None:
     outer = outer_optimizer(training.options["outer_optimizer"])
-    make = partial(plain.DiLoCo, compression=training.options["compression"])
+    options = training.options
+    make = partial(
+        plain.DiLoCo,
+        compression=options["compression"],
+        error_feedback=options.get("error_feedback", False),
+    )
     follow_model(training, make, outer)
 
 
@@ -275,12 +283,13 @@ trains(DILOCO, "S9.4.mix", 1.0, FLOATS)(
 @trains(DILOCO, "S9.5.one_byte", 0.7)
 def one_byte(lab: Lab) -> Given:
     """A fragment's differences are compressed as one float32 tensor, in the order of its names,
-    padded with zeros, bit for bit.
+    padded with zeros, bit for bit; with error memory, errors are added when it is sent again.
     """
     names, count = st.sampled_from(lab.dtypes(COMPRESSIBLE)), lab.integer(1, 4)
     lab.dtypes(("float32",))
     forms = [lab.choice([(1,), (2,), (3, 2), (17,), (0,)]) for _ in range(count)]
     lists, gap = lab.draw(given_fragments(count, most=2)), lab.integer(1, 2)
+    memory: Given = {"error_feedback": True} if lab.flag() else {}
 
     def apart(gradients: ByRank) -> ByRank:
         """Make most differences large and distinct, so that the assignment of parameters to chunks
@@ -297,8 +306,9 @@ def one_byte(lab: Lab) -> Given:
         "weights": grid_weights(lab.draw, [dtype_named(lab.draw(names)) for _ in forms], forms),
         "kinds": tame,
         "change": apart,
-        "steps": gap * len(lists) + 1,
+        "steps": gap * len(lists) * (1 + len(memory)) + 1,
         "exact": True,
+        **memory,
         "period": gap * len(lists),
         "fragments": st.sampled_from([lists, lists, len(lists)]),
         "delay": st.integers(0, gap - 1),
@@ -308,23 +318,27 @@ def one_byte(lab: Lab) -> Given:
 
 
 def refuse(algorithm: TrainedAlgorithm, lab: Lab, compression: str | None) -> None:
-    """Make differences of one rank overflow, and later become finite again."""
+    """Make differences of one rank overflow, in one of two parameters of a fragment, and later
+    become finite again.
+    """
     nodes = lab.choice([(1,), (1,), (2,), (1, 1), (3,)])
     n, count = sum(nodes), lab.integer(1, 2)
-    culprit, victim, huge = lab.integer(0, n - 1), lab.integer(0, count - 1), 2.0**127
-    weights = grid_weights(lab.draw, [torch.float32] * count, [(3,)] * count)
+    culprit, victim, huge = lab.integer(0, n - 1), lab.integer(0, 2 * count - 1), 2.0**127
+    weights = grid_weights(lab.draw, [torch.float32] * 2 * count, [(3,)] * 2 * count)
     weights[victim][1] = huge
     delay = lab.integer(0, 1)
-    # The fragment is first applied after step gap * (victim + 1); its g - x has overflowed when it
-    # was sent.
-    gap, failing = 2 + delay, (2 + delay) * (victim + 1)
+    gap, before = 2 + delay, lab.integer(0, 1)
+    # After the step ``failing``, the fragment is applied, for the first or second time; its g - x
+    # had overflowed when it was sent.
+    failing = gap * (victim // 2 + 1) + before * gap * count
     steps = failing + (gap * count if n == 1 else 0)
+    memory: Given = {"error_feedback": True} if compression == "MinMaxUInt8" and lab.flag() else {}
 
     def overflow(gradients: ByRank) -> ByRank:
         for given in (given for rank in gradients for given in rank):
             given[victim][1] = 0.0
         for step in range(2):
-            gradients[culprit][step][victim][1] = huge
+            gradients[culprit][failing - gap + step][victim][1] = huge
             if failing + step < steps:  # moves the weight back
                 gradients[culprit][failing + step][victim][1] = -huge
         return gradients
@@ -339,9 +353,10 @@ def refuse(algorithm: TrainedAlgorithm, lab: Lab, compression: str | None) -> No
         looks=("global weights",),
         exact=True,
         period=gap * count,
-        fragments=[[place] for place in range(count)],
+        fragments=[[2 * place, 2 * place + 1] for place in range(count)],
         delay=delay,
         compression=compression,
+        **memory,
         outer_optimizer=_OUTER,
     )
     assert ("failing step", failing - 1) in training.index, "the differences are finite"
@@ -432,7 +447,7 @@ trains(DILOCO, "S9.6.global_weights", 0.2, FLOATS)(
         "looks": ("global weights",),
         "options": partial(_options_of_diloco, gaps=st.integers(1, 2)),
         "warmup_steps": st.integers(0, 2),
-        "mix": st.sampled_from([0.0, 0.5]),
+        "mix": st.sampled_from([0.0, 0.5, 1.0]),
     },
     "An evaluation sees g, in the warm-up the weights; afterwards the local weights are back, and"
     " training goes on.",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from bagua_ref.conformance.cases.strategies import COMPRESSIBLE, FLOATS, worlds
+from bagua_ref.conformance.cases.strategies import COMPRESSIBLE, FLOATS, dtype_named, worlds
 from bagua_ref.conformance.cases.training_cases import (
     PLAIN,
     ByRank,
@@ -159,7 +159,18 @@ _IN_FLIGHT: Given = {
 
 def _on_graphs(lab: Lab) -> Given:
     graph, nodes, between = lab.draw(graph_cases(6, changing=True))
-    return {"peer_selection_mode": graph, "nodes": nodes, "hierarchical": between}
+    names = lab.draw(st.lists(st.sampled_from(lab.dtypes(FLOATS)), min_size=1, max_size=3))
+    return {
+        "weights": grid_weights(lab.draw, [*map(dtype_named, names)]),
+        "peer_selection_mode": graph,
+        "nodes": nodes,
+        "hierarchical": between,
+    }
+
+
+def _in_flight(lab: Lab) -> Given:
+    memory = {"compression": "MinMaxUInt8", "error_feedback": True} if lab.flag() else {}
+    return {**_IN_FLIGHT, **memory, "options": partial(DILOCO.options, smallest_gap=2)}
 
 
 _AS_IF = "Training that continues from saved weights and states goes on as if it had never stopped"
@@ -179,8 +190,7 @@ _restarts(LOCAL_SGD, "S9.restart_of_local_sgd", 0.3)(
     " have.",
 )
 _restarts(DILOCO, "S9.restart", 1)(
-    {**_IN_FLIGHT, "options": partial(DILOCO.options, smallest_gap=2)},
-    f"{_AS_IF}, whatever was in flight.",
+    _in_flight, f"{_AS_IF}, whatever was in flight, and with the same memories."
 )
 _restarts(POWERSGD, "S10.1.restart", 0.6)({**_SOME_WARM_UP, "memory": _memory}, f"{_AS_IF}.")
 _restarts(TOPK, "S11.2.restart", 0.3)({**_SOME_WARM_UP, "kinds": ()}, f"{_AS_IF}.")

@@ -23,6 +23,7 @@ from bagua_ref.conformance.expected.algorithms_numpy import (
     one_byte,
     step_of_sgd,
 )
+from bagua_ref.conformance.expected.compression_numpy import ErrorFeedback
 from bagua_ref.conformance.expected.decentralized_numpy import library_mean
 from bagua_ref.conformance.expected.kernels_numpy import Array, add, stored
 
@@ -166,6 +167,7 @@ class DiLoCo:
         mix: likewise.
         warmup_steps: likewise.
         compression: None or "MinMaxUInt8".
+        error_feedback: as in S9.2; each fragment has memories.
         momentum: momentum of the inner SGD.
 
     Attributes:
@@ -185,6 +187,7 @@ class DiLoCo:
     mix: float = 0.0
     warmup_steps: int = 0
     compression: str | None = None
+    error_feedback: bool = False
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
@@ -192,6 +195,7 @@ class DiLoCo:
         self.g: Weights | None = None
         self._inner = InnerSGD(self.lr, self.momentum, self.dtypes)
         self._sent: dict[int, Weights] = {}
+        self._memories: dict[int, ErrorFeedback] = {}
 
     def _due(self, delay: int) -> int | None:
         return fragment_due(
@@ -238,10 +242,25 @@ class DiLoCo:
             flats = [
                 np.concatenate([self.g[place] - x[place] for place in places]) for x in self.ranks
             ]
-            mean = exchange(flats, str(flats[0].dtype))
+            mean = (
+                self._with_memory(p, flats)
+                if self.error_feedback
+                else exchange(flats, str(flats[0].dtype))
+            )
             for place in places:
                 found[place], mean = mean[: self.g[place].size], mean[self.g[place].size :]
         return [found[place] for place in self.fragments[p]]
+
+    def _with_memory(self, p: int, flats: list[Array]) -> Array:
+        """Return the mean of what ranks send of a fragment; if it is not finite, memories stay as
+        they were (S9.5).
+        """
+        memory = self._memories.setdefault(p, ErrorFeedback(None, str(self.compression), "float32"))
+        before = memory.workers, memory.servers
+        mean = memory.round(flats)
+        if not np.isfinite(mean).all():
+            memory.workers, memory.servers = before
+        return mean
 
     def _apply(self, p: int, mean: Weights) -> None:
         """Step the fragment's outer optimizer with D, and update every rank's weights (S9.4)."""
