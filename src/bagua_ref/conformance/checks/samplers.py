@@ -8,7 +8,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,8 @@ _SAMPLER = ("LoadBalancingDistributedSampler",)
 _BATCHES = (*_SAMPLER, "LoadBalancingDistributedBatchSampler")
 _POSITION = ("LoadBalancingDistributedSampler.load_state_dict",)
 _POSITION_OF_BATCHES = ("LoadBalancingDistributedBatchSampler.load_state_dict",)
+_DEFAULTS = {"shuffle": True, "seed": 0, "drop_last": False, "random_level": 0}
+_DEFAULTS_OF_BUDGET = {"padded": True, "mix": 8, **_DEFAULTS}
 
 
 def _value(lab: Lab, what: str, get: Callable[[], Any]) -> Any:
@@ -87,8 +89,13 @@ class _Samples:
     most: Any = None
 
     def make(self, replicas: int, rank: int) -> Any:
-        """Make a sampler as a user would."""
-        given = {name: value for name, value in self.options.items() if name != "epoch"}
+        """Make a sampler as a user would, without options that have their default."""
+        defaults = _DEFAULTS if self.most is None else _DEFAULTS_OF_BUDGET
+        given = {
+            name: value
+            for name, value in self.options.items()
+            if name != "epoch" and value != defaults[name]
+        }
         classes = self.lab.part("samplers")
         if self.most is not None:
             given |= {"num_replicas": replicas, "rank": rank}
@@ -259,6 +266,17 @@ def position_of_batches(lab: Lab) -> None:
     options = {**options, "drop_last": False}
     of_replicas = _Samples(lab, values, options, few_or_many, lab.flag())
     _stop_and_go_on(lab, of_replicas, replicas)
+    other = replace(of_replicas, values=[*values, values[0]])
+    _refuses_each(lab, of_replicas, [other, replace(of_replicas, drop_last=not other.drop_last)])
+
+
+def _refuses_each(lab: Lab, samples: _Samples, others: list[_Samples]) -> None:
+    """Save a position of one replica; samplers with other settings must refuse it."""
+    saved = _value(lab, "state_dict", samples.at(1, 0, 0).state_dict)
+    for other in others:
+        sampler = other.at(1, 0, 0)
+        what = f"load_state_dict of a sampler of {samples.values}, {samples.options}"
+        _refuses(lab, what, partial(sampler.load_state_dict, saved))
 
 
 @check("samplers.S7.3.other_settings", needs=_POSITION, effort=0.2)
@@ -380,16 +398,41 @@ def budget(lab: Lab) -> None:
 
 @check("samplers.S7.7.dropped", needs=("BudgetBatchSampler",), effort=3)
 def dropped(lab: Lab) -> None:
-    """With drop_last, the cheapest batches are dropped; if none remains, that is a ValueError."""
+    """With drop_last, the cheapest batches are dropped; if none remains, that is a ValueError. So
+    are samples over the budget, and positions that were saved with other settings.
+    """
     costs, most, options = lab.draw(budgets())
     of_replicas = _Samples(lab, costs, {**options, "drop_last": True, "epoch": 0}, most=most)
     replicas = lab.integer(1, 4)
     wanted = of_replicas.plan([], replicas)[0][0]
     if wanted:
-        _draws(lab, of_replicas.at(replicas, 0), wanted, "batches")
+        sampler = of_replicas.at(replicas, 0)
+        every = len(of_replicas.plan([], 1)[0][0])
+        _same(lab, "dropped", lambda: sampler.dropped, every % replicas)
+        _draws(lab, sampler, wanted, "batches")
+        _go_on(lab, of_replicas, sampler, (replicas, lab.integer(1, len(wanted))))
     else:
         _refuses(
             lab,
             "BudgetBatchSampler, of which no batch is left",
             partial(of_replicas.make, replicas, 0),
         )
+    beyond = replace(of_replicas, values=[*costs, math.nextafter(most, math.inf) + most])
+    _refuses(lab, f"a sample over the budget of {most}", partial(beyond.make, 1, 0))
+    given = replace(of_replicas, options={**of_replicas.options, "shuffle": True})
+    changed = [{"shuffle": False}, {"seed": options["seed"] + 1}, {"drop_last": False}]
+    changed += [{"mix": options["mix"] + 1}, {"padded": not options["padded"]}]
+    others = [replace(given, options={**given.options, **change}) for change in changed]
+    others += [replace(given, values=[*costs, costs[0]]), replace(given, most=2 * most)]
+    others.append(replace(given, values=[costs[0] * 0.75, *costs[1:]]))
+    _refuses_each(lab, given, [lab.choice(others)])
+
+
+def _go_on(lab: Lab, samples: _Samples, sampler: Any, drawn: tuple[int, int]) -> None:
+    """Continue a position of a sampler with another number of replicas, if batches remain."""
+    replicas = lab.integer(1, 4)
+    wanted = samples.plan([drawn], replicas)[-1][0]
+    if replicas == drawn[0] or not (wanted and samples.plan([], replicas)[0][0]):
+        return
+    state = _value(lab, "state_dict", partial(sampler.state_dict, batches=drawn[1]))
+    _draws(lab, _loaded(lab, samples.at(replicas, 0), state), wanted, f"batches after {drawn}")
