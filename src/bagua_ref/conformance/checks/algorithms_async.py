@@ -20,6 +20,7 @@ from bagua_ref.conformance.targets.reference_algorithms import Action
 
 _NEEDS = ("async_model_average",)
 _INTERVAL_MS = 100
+_INTERVAL = _INTERVAL_MS / 1000
 _ROUNDS = SUM(1000)
 """Tolerance of weights changed by some hundred rounds, each with rounding errors."""
 
@@ -30,12 +31,12 @@ Programs = list[list[Action]]
 def _train(
     lab: Lab,
     nodes: tuple[int, ...],
-    kinds: list[list[str]],
+    kinds: list[list[Any]],
     warmup_steps: int,
     interval: float = _INTERVAL_MS,
 ) -> tuple[Training, Programs]:
     """Train with actions of these kinds, by rank; check the weights that do not depend on the
-    timing of rounds.
+    timing of rounds. A number is a sleep of so many intervals.
 
     Weights are equal on all ranks, and gradients are quarters: sums are exact in any order.
     """
@@ -47,8 +48,10 @@ def _train(
         for place, dtype in enumerate(dtypes)
     ]
 
-    def action(kind: str) -> Action:
-        if kind == "step":
+    def action(kind: Any) -> Action:
+        if not isinstance(kind, str):
+            return "sleep", kind * _INTERVAL
+        if kind.endswith("step"):
             start = seed + next(number)
             places = reversed([*enumerate(weights)])
             return kind, {p: on_a_grid(start + p, w, 4, sum(nodes)) for p, w in places}
@@ -56,7 +59,7 @@ def _train(
             # a few intervals, often a whole number of them: rounds begin while ranks train
             return kind, lab.choice([0.1, 0.2, 0.3, 0.03, 0.17])
         if kind == "long sleep":  # long enough for rounds to make all ranks equal
-            return "sleep", 20 * _INTERVAL_MS / 1000
+            return "sleep", 20 * _INTERVAL
         return (kind,)
 
     programs = [[action(kind) for kind in mine] for mine in kinds]
@@ -78,9 +81,10 @@ def _expect_known(training: Training, programs: Programs, rounds: bool) -> None:
     for rank, program in enumerate(programs):
         before, step, aborted = training.weights, 0, False
         for place, action in enumerate(program):
-            may_have_moved = rounds and not aborted and step > warmup_steps + (action[0] != "step")
+            is_step = action[0].endswith("step")
+            may_have_moved = rounds and not aborted and step > warmup_steps + (not is_step)
             want = before
-            if action[0] == "step":
+            if is_step:
                 along = taken if step < warmup_steps else [taken[rank]]
                 # The mean of several ranks' gradients is exact.
                 want = [
@@ -97,7 +101,7 @@ def _expect_known(training: Training, programs: Programs, rounds: bool) -> None:
 
 
 def _steps(program: list[Action]) -> list[Any]:
-    return [action[1] for action in program if action[0] == "step"]
+    return [action[1] for action in program if action[0].endswith("step")]
 
 
 def _expect_nothing_lost(
@@ -143,10 +147,14 @@ def warmup(lab: Lab) -> None:
 @check("algorithms.S3.6.nothing_lost", dtypes=("float32", "float64"), needs=_NEEDS, effort=0.2)
 def nothing_lost(lab: Lab) -> None:
     """Rounds move the ranks towards their mean, however fast each of them trains, and lose no
-    rank's steps.
+    rank's steps; they follow each other after the interval, and none moves weights between forward
+    and backward.
     """
     nodes = lab.draw(worlds(4).filter(lambda nodes: sum(nodes) > 1))
     warmup_steps, resumes = lab.integer(0, 1), lab.flag()
+    if lab.target.requests is None and lab.integer(0, 2) == 0:  # a program's clock is not ours
+        _expect_on_time(lab, nodes, warmup_steps)
+        return
     kinds = []
     for _ in range(sum(nodes)):
         mine = ["step"] * warmup_steps
@@ -159,6 +167,23 @@ def nothing_lost(lab: Lab) -> None:
         kinds.append([*mine, "step", "step", "long sleep", "abort"])
     trained = _train(lab, nodes, kinds, warmup_steps)
     _expect_nothing_lost(*trained, [len(mine) - 1 for mine in kinds], agree=True)
+
+
+def _expect_on_time(lab: Lab, nodes: tuple[int, ...], warmup_steps: int) -> None:
+    """Train all ranks at the same pace, whose actions lie between rounds, not at the same time."""
+    start = ["step"] * (warmup_steps + 2)  # the last one's forward begins the first round
+    kinds = [*start, 20.5, "step", 0.3, 0.7, "step", "slow step", 2.25, "step", "abort", 1.0]
+    training, programs = _train(lab, nodes, [kinds] * sum(nodes), warmup_steps)
+    for place, kind in enumerate(kinds[len(start) :], len(start)):
+        if kind in (20.5, 0.7, 2.25):  # a round has taken place since the last step
+            _expect_nothing_lost(training, programs, [place] * sum(nodes), agree=True)
+            continue
+        for rank, found in enumerate(training.results):  # no round has
+            want, action = found[place - 1], programs[rank][place]
+            if kind == "step":
+                want = [w - action[1][p] for p, w in enumerate(want)]
+            where = f"rank {rank}, action {place} ({kind}), between rounds"
+            lab.assert_equal(found[place], want, where=where)
 
 
 def _expect_of_actions(lab: Lab, kinds: list[str], warmup_steps: int, agree: bool) -> None:
@@ -176,11 +201,13 @@ _kinds = ["step", "step", "sleep", "abort", "resume"]
 
 @check("algorithms.S5.6.abort", needs=_NEEDS, effort=0.5)
 def abort(lab: Lab) -> None:
-    """After any sequence of abort and resume, averaging pauses from an abort to the next resume;
-    training and warm-up continue.
+    """After any sequence of abort and resume, averaging pauses from an abort to the next resume,
+    also if training restarts; training and warm-up continue.
     """
     warmup_steps = lab.integer(0, 3)
     kinds = lab.draw(st.lists(st.sampled_from(_kinds), max_size=9))
+    if "abort" in kinds and lab.flag():
+        kinds.insert(kinds.index("abort") + 1, "restart")
     # ranks abort at different times, while the others still take part in rounds
     if lab.integer(0, 2):
         kinds += ["resume", *["step"] * (warmup_steps + 2), "sleep", "step", "sleep"]
