@@ -383,8 +383,8 @@ def flawed(n: int, a: int) -> list[Graph]:
     b = (a + 1) % n
     rows = [[(rank, 1.0)] for rank in range(n)]
     flaws: list[dict[int, list[tuple[int, float]]]] = [
-        {a: [(a, 1 + 2e-6)]},
-        {a: [(a, 1 - 2e-6)]},
+        {a: [(a, 1 + 9 * 2.0**-23)]},  # just beyond the tolerance
+        {a: [(a, 1 - 17 * 2.0**-24)]},
         {a: [(a, 1.0), (a, 0.0)]},
         {a: [(a, 1.0), (n, 0.0)]},
         {a: [(a, 1.0), (-1, 0.0)]},
@@ -394,7 +394,7 @@ def flawed(n: int, a: int) -> list[Graph]:
     if n > 1:
         flaws.append({a: [(b, 1.0)], b: [(a, 1.0)]})  # own ranks missing
         flaws.append({a: [(a, 0.5), (b, 0.5)]})  # columns
-        flaws.append({a: [(a, 1 - 2e-6), (b, 2e-6)]})  # columns, just beyond the tolerance
+        flaws.append({a: [(a, 1 - 17 * 2.0**-24), (b, 17 * 2.0**-24)]})  # columns, just beyond
         flaws.append({a: [(a, 1.0), (b, 0.5)], b: [(b, 0.5)]})  # rows
         flaws.append({a: [(a, 2.0), (b, -1.0)], b: [(b, 2.0), (a, -1.0)]})
     return [rows[1:], [*rows, [(n, 1.0)]]] + [

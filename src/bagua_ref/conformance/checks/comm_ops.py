@@ -355,6 +355,8 @@ def weighted(lab: Lab) -> None:
     nodes = lab.world(worlds_of(between, st.integers(1, 9)))
     n = len(nodes) if between else sum(nodes)
     graphs = [doubly_stochastic(n, lab.seed()) for _ in range(lab.integer(1, 3))]
+    most = lab.choice([1 + 8 * 2.0**-23, 1 - 16 * 2.0**-24])  # within the tolerance
+    graphs.insert(lab.integer(0, 1), [[(rank, most)] for rank in range(n)])
     _decentralized(lab, graphs, nodes, between)
 
 
