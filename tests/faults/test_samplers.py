@@ -91,12 +91,19 @@ def ignores_a_loaded_position(right, state):
     right.__self__.set_epoch(state["epoch"])
 
 
-@sampler(Balanced, "load_state_dict", "S7.3.other_settings")
 def takes_any_state(right, state):
     try:
         right(state)
     except ValueError:
         return
+
+
+for kind, check in (
+    (Balanced, "S7.3.other_settings"),
+    (Batches, "S7.4.position"),
+    (Budget, "S7.7.dropped"),
+):
+    sampler(kind, "load_state_dict", check)(takes_any_state)
 
 
 @sampler(Batches, "__iter__", "S7.4.batches")

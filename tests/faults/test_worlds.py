@@ -70,6 +70,24 @@ def reduces_on_every_rank(comm, send_tensor, recv_tensor, dst, op=ReduceOp.SUM):
     comm.allreduce(send_tensor, recv_tensor, op)
 
 
+@communicator("reduce", "refuses")
+def takes_any_root(comm, send_tensor, recv_tensor, dst, op=ReduceOp.SUM):
+    comm.reduce(send_tensor, recv_tensor, dst % comm.nranks(), op)
+
+
+@communicator("broadcast", "broadcast")
+def writes_beside_the_tensor(comm, tensor, src=0):
+    comm.broadcast(tensor, src)
+    if tensor.storage_offset():
+        tensor.as_strided((1,), (1,), tensor.storage_offset() - 1).zero_()
+
+
+@communicator("reduce", "long")
+def reduces_100_000_elements(comm, send_tensor, recv_tensor, dst, op=ReduceOp.SUM):
+    comm.reduce(send_tensor, recv_tensor, dst, op)
+    recv_tensor.view(-1)[100_000:] = 0
+
+
 @communicator("allreduce", "allreduce")
 def forgets_the_operator(comm, send_tensor, recv_tensor, op=ReduceOp.SUM):
     comm.allreduce(send_tensor, recv_tensor, ReduceOp.SUM)
@@ -340,6 +358,12 @@ altered(
     "algorithms.S5.6.warmup",
     warmup_steps=later,
 )
+altered(
+    "WaitsTwiceAsLong",
+    "async_model_average",
+    "algorithms.S3.6.nothing_lost",
+    sync_interval_ms=lambda interval: 2 * interval,
+)
 altered("HasALongerPeriod", "local_sgd", "algorithms.S9.1.period", period=later)
 altered("IgnoresTheOffset", "local_sgd", "algorithms.S9.1.offset", offset=0)
 altered("WarmsUpLonger", "local_sgd", "algorithms.S9.1.warmup", warmup_steps=later)
@@ -355,6 +379,7 @@ altered("SwapsFragments", "diloco", "algorithms.S9.3.lists", fragments=lambda li
 altered("AppliesAtOnce", "diloco", "algorithms.S9.4.schedule", delay=0)
 altered("HasItsOwnShareOfTheMix", "diloco", "algorithms.S9.4.mix", mix=lambda mix: 1 - mix)
 altered("CompressesNothing", "diloco", "algorithms.S9.5.one_byte", compression=None)
+altered("ForgetsErrorsOfFragments", "diloco", "algorithms.S9.5.one_byte", error_feedback=False)
 altered("ForgetsInnerMomentum", "diloco", "algorithms.S9.2.inner_optimizer", momentum=0.0)
 altered("HasAHigherRank", "powersgd", "algorithms.S10.2.rounds", matrix_approximation_rank=later)
 altered("HasAnotherSeed", "powersgd", "algorithms.S10.2.rounds", seed=later)

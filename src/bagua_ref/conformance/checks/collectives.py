@@ -55,11 +55,28 @@ def _reductions(names: Sequence[str]) -> list[tuple[ReduceOp, str]]:
 
 
 def _after(comm: Any, method: str, arguments: Sequence[Any]) -> list[Tensor]:
-    """Call ``comm.method`` with copies of the arguments; return their tensors after the call."""
-    mine = copies_of(arguments)
+    """Call ``comm.method`` with copies of the arguments, parts of larger tensors; return their
+    tensors after the call.
+    """
+
+    def placed(item: Any) -> Any:
+        if isinstance(item, list | tuple):
+            return type(item)(map(placed, item))
+        if not isinstance(item, Tensor):
+            return item
+        edge = nothing(2, item.dtype)
+        return torch.cat([edge, item, edge])[2:-2]
+
+    mine = placed(arguments)
     returned = getattr(comm, method)(*mine)
     assert returned is None, f"{method} returned {returned!r}"
     return tensors_in(mine)
+
+
+def _edges(x: Tensor) -> Tensor:
+    """Return the two elements before and after a tensor of `_after`."""
+    room = x.as_strided((x.numel() + 4,), (1,), x.storage_offset() - 2)
+    return room[[0, 1, -2, -1]]
 
 
 def _run(lab: Lab, nodes: tuple[int, ...], calls: Sequence[CollectiveCall]) -> None:
@@ -77,6 +94,8 @@ def _run(lab: Lab, nodes: tuple[int, ...], calls: Sequence[CollectiveCall]) -> N
     results = lab.with_communicators(what, nodes, program, methods=names, brought=brought)
     for place, call in enumerate(calls):
         found = [of_rank[place] for of_rank in results]
+        beside = [[_edges(x) for x in mine] for mine in found]
+        untouched = [[nothing(4, x.dtype) for x in mine] for mine in found]
         if call.brought[0][-1] is ReduceOp.AVG:
             found = [
                 [_mean(*both, len(results)) for both in zip(mine, wanted, strict=True)]
@@ -86,6 +105,7 @@ def _run(lab: Lab, nodes: tuple[int, ...], calls: Sequence[CollectiveCall]) -> N
         where = f"{call.method}, call {place} of {len(calls)}: tensors by rank"
         try:
             lab.assert_equal(found, call.expected, tolerance, where=where)
+            lab.assert_equal(beside, untouched, where=f"{where}, the memory beside them")
         except Violation:
             if len(calls) > 1:
                 _run(lab, nodes, [call])
@@ -229,11 +249,22 @@ def long(lab: Lab) -> None:
     nodes = lab.world(worlds(4).filter(lambda nodes: sum(nodes) > 1))
     n, root = sum(nodes), root_of(lab.draw, nodes)
     dtype = dtype_named(lab.choice(lab.dtypes(_REDUCIBLE)))
-    of_all = ("allreduce_inplace", "broadcast")
-    of_chunks = ("allgather_inplace", "gather", "scatter", "alltoall_inplace")
+    of_all = ("allreduce_inplace", "broadcast", "reduce")
+    of_chunks = ("allgather_inplace", "gather", "scatter", "alltoall_inplace", "reduce_scatter")
     for size, method in itertools.product(lab.long_sizes, (*of_all, *of_chunks)):
         chunk = size if method in of_all else -(-size // n)
         _run(lab, nodes, [collective_call(method, ReduceOp.MAX, n, chunk, dtype, root)])
+    for size in lab.long_sizes:  # around the ring, as a message and as a block
+        sent, received = [values(r, size, dtype) for r in range(n)], nothing(size, dtype)
+        ends = [((r + 1) % n, (r - 1) % n) for r in range(n)]
+        one = [[size * (peer == end) for peer in range(n)] for both in ends for end in both]
+        brought = [[[(sent[r], dst)], [(received, src)]] for r, (dst, src) in enumerate(ends)]
+        blocks = [
+            [sent[r], one[2 * r], [0] * n, received, one[2 * r + 1], [0] * n] for r in range(n)
+        ]
+        expected = [[sent[r], sent[r - 1]] for r in range(n)]
+        _run(lab, nodes, [CollectiveCall("exchange", brought, expected)])
+        _run(lab, nodes, [CollectiveCall("alltoall_v", blocks, expected)])
 
 
 @check("collectives.S3.9.one_after_another", effort=0.6)
@@ -341,11 +372,44 @@ def refuses(lab: Lab) -> None:
     """
     nodes, dtypes = lab.world(worlds()), lab.dtypes(_REDUCIBLE)
     n, dtype = sum(nodes), dtype_named("float32" if "float32" in dtypes else dtypes[0])
-    zeros = torch.zeros(2, dtype=dtype)
+    zeros, root = torch.zeros(2, dtype=dtype), lab.choice([-1, n, n + 3])  # no rank
+    odd, each, add = zeros.new_zeros(2 * n + 1), zeros.new_zeros(2 * n), ReduceOp.SUM
     wrong: list[tuple[str, list[Any]]] = [
-        ("broadcast", [zeros, lab.choice([-1, n, n + 3])]),
-        ("allgather", [zeros, zeros.new_zeros(2 * n + 1)]),
+        ("broadcast", [zeros, root]),
+        ("reduce", [zeros, zeros, root, add]),
+        ("reduce_inplace", [zeros, root, add]),
+        ("gather", [zeros, each, root]),
+        ("gather_inplace", [zeros, 2, root]),
+        ("scatter", [each, zeros, root]),
+        ("scatter_inplace", [zeros, 2, root]),
+        ("send", [zeros, root]),
+        ("recv", [zeros, root]),
+        ("exchange", [[(zeros, root)], []]),
+        ("allgather", [zeros, odd]),
+        ("allgather", [zeros, odd[:-2]]),
+        ("allreduce", [zeros, odd[:1], add]),
+        ("reduce_scatter", [odd, zeros, add]),
+        ("reduce_scatter", [each, zeros[:1], add]),
+        ("alltoall", [each, odd]),
+        ("gather_inplace", [odd, 2, 0]),
+        ("scatter_inplace", [odd, 2, 0]),
     ]
+    if n > 1:  # what does not divide into chunks
+        wrong += [("alltoall", [odd, odd.clone()]), ("alltoall_inplace", [odd])]
+        wrong += [("allgather_inplace", [odd]), ("reduce_scatter_inplace", [odd, add])]
+    ones, places = [1] * n, [*range(n)]
+    for sizes, displs in (
+        ([-1, *ones[1:]], places),
+        (ones, [-1, *places[1:]]),
+        (ones, [*places[1:], n]),
+        ([2] * n, places),
+        ([*ones, 0], [*places, 0]),
+        (ones[1:], places[1:]),
+    ):
+        right, wide = [each[:n], ones, places], [each[:n], sizes, displs]
+        wrong += [("alltoall_v", [*wide, *right]), ("alltoall_v", [*right, *wide])]
+        wrong.append(("alltoall_v_inplace", wide))
+    wrong.append(("alltoall_v", [each[:n], ones, places, each[n:], [0] * n, places]))
     for name in dtypes:
         other = torch.zeros(2, dtype=dtype_named(name))
         if other.dtype is not dtype:
@@ -361,7 +425,7 @@ def refuses(lab: Lab) -> None:
             try:
                 getattr(comm, method)(*copies_of(arguments))
                 accepted.append((method, arguments))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, NotImplementedError):
                 pass
         return [accepted, _after(comm, "allreduce_inplace", [zeros[:1] + 1, ReduceOp.SUM])]
 
