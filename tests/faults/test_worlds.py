@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.wrong_objects import Faults, Whole, assert_found
 
+from bagua_ref.algorithms import Algorithm
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
@@ -351,6 +352,12 @@ altered(
     "algorithms.S5.4.ring",
     communication_interval=later,
 )
+altered(
+    "SendsOneByteOnTheRing",
+    "low_precision_decentralized",
+    "algorithms.S5.4.ring",
+    compression="MinMaxUInt8",
+)
 altered("FreezesOneStepLate", "qadam", "algorithms.S5.5.steps", warmup_steps=later)
 altered(
     "WarmsUpLongerAsynchronously",
@@ -400,6 +407,25 @@ altered("NeverSeesZero", "powersgd", "algorithms.S10.2.zero_gradients", noisy)
 altered("NeverSeesDependence", "powersgd", "algorithms.S10.3.dependent_columns", noisy)
 altered("HidesInfinities", "powersgd", "algorithms.S10.4.not_finite", torch.nan_to_num)
 altered("HidesInfinitiesInTopK", "topk", "algorithms.S11.2.not_finite", torch.nan_to_num)
+altered("NeverForgets", "demo", "algorithms.S15.6.rounds", decay=lambda decay: decay or 1.0)
+
+
+@found_by("algorithms.S11.2.restart")
+class KeepsMemoriesThatAreDropped(ReferenceAlgorithms):
+    def topk(self, world, weights, program, **options):
+        kept = [
+            ("restart",) if len(action) == 1 and "without" in action[0] else action
+            for action in program
+        ]
+        return super().topk(world, weights, kept, **options)
+
+
+@found_by("algorithms.S2.5.unused_parameters")
+class StepsWhatNoRankHasUsed(ReferenceAlgorithms):
+    def qadam(self, world, weights, program, **options):
+        zeros = {place: torch.zeros_like(w) for place, w in enumerate(weights)}
+        filled = [("step", zeros | given) for _, given in program]
+        return super().qadam(world, weights, filled, **options)
 
 
 @found_by("algorithms.S11.1.rounds")
@@ -480,6 +506,27 @@ def target_of(made):
 @pytest.mark.parametrize(("make", "check"), FAULTS)
 def test_wrong_ranks_are_found(make, check):
     assert_found(make(), check)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("name", "option", "wrong", "check"),
+    [
+        ("bytegrad", "hierarchical", False, "algorithms.S5.2.gradients"),
+        ("decentralized", "communication_interval", 2, "algorithms.S13.5.interval"),
+        ("powersgd", "memory", "averaged", "algorithms.S10.2.rounds"),
+        ("topk", "ratio", 0.02, "algorithms.S11.2.count"),
+        ("demo", "decay", 0.99, "algorithms.S15.6.rounds"),
+    ],
+)
+def test_wrong_defaults_are_found(monkeypatch, name, option, wrong, check):
+    right = Algorithm.init
+
+    def init(algorithm, **options):
+        return right(algorithm, **({option: wrong} if algorithm == name else {}) | options)
+
+    monkeypatch.setattr(Algorithm, "init", init)
+    assert run_conformance("reference", checks=[check]).failures()
 
 
 def test_a_failure_of_ranks_is_shown_at_its_boundary():

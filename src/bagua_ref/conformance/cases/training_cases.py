@@ -47,6 +47,7 @@ __all__ = [
     "sized_worlds",
     "sizes_of",
     "tame",
+    "used_by_few",
     "used_parts",
     "usual",
     "worlds_of",
@@ -222,6 +223,18 @@ def used_parts(draw: Draw, gradients: ByRank) -> ByRank:
             [mine or dict([min(given.items())]) for mine, given in zip(left, rank, strict=True)]
         )
     return found
+
+
+def used_by_few(draw: Draw, gradients: ByRank) -> ByRank:
+    """Remove half of the gradients of each rank and step, and a fifth from all ranks of a step."""
+    generator, count = np.random.default_rng(draw(seeds)), len(gradients[0][0])
+    for step in range(len(gradients[0])):
+        of_all = generator.random(count) < 0.2
+        for rank in gradients:
+            left = ~of_all & (generator.random(count) < 0.5)
+            left[0] = True  # each rank uses one
+            rank[step] = {place: g for place, g in rank[step].items() if left[place]}
+    return gradients
 
 
 def of_rank(draw: Draw, like: Tensor, ranks: int, rank: int) -> list[Tensor]:

@@ -34,6 +34,7 @@ from bagua_ref.conformance.cases.training_cases import (
 from bagua_ref.conformance.checks.registry import check, trains
 from bagua_ref.conformance.expected import algorithms_numpy as plain
 from bagua_ref.conformance.expected import decentralized_numpy
+from bagua_ref.conformance.expected.codecs_scalar import MINMAX
 from bagua_ref.conformance.expected.kernels_numpy import Array
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.lab.lab import Lab
@@ -46,6 +47,26 @@ Given = dict[str, Any]
 def prepare() -> None:
     """Import the modules that torch imports with the first optimizer, which takes a second."""
     torch.optim.SGD([torch.zeros(1)], lr=1.0)
+
+
+# Codecs.
+
+_EXACT = (MINMAX, "MXFP8", "MXFP4", "MXINT8", "NVFP4")
+"""Codecs whose payloads are specified bit by bit; OneBit's scale may differ by an ulp."""
+
+
+def any_codec(lab: Lab, *preferred: str) -> st.SearchStrategy[str]:
+    """Draw one of the preferred codecs that the target has, else one with payloads specified bit by
+    bit.
+
+    A target has the codecs of its kernels, or those in the attribute ``codecs`` of its own
+    algorithms.
+    """
+    own = lab.target.parts.get("algorithms")
+    known = lab.target.kernels.codecs if own is None else getattr(own, "codecs", (MINMAX,))
+    return st.sampled_from(
+        [c for c in preferred if c in known] or [c for c in _EXACT if c in known]
+    )
 
 
 # Gradients.
@@ -171,9 +192,9 @@ def _follow_weights(training: Training, how: str = "step") -> None:
     mode = options.get("peer_selection_mode")
 
     def train(start: Array, gradients: list[list[Array]], dtype: str) -> list[list[Array]]:
-        interval = options["communication_interval"]
+        interval, codec = options["communication_interval"], options.get("compression", MINMAX)
         return decentralized_numpy.train_decentralized(
-            start, gradients, 1.0, dtype, leaders, mode, interval
+            start, gradients, 1.0, dtype, leaders, mode, interval, codec
         )
 
     history = training.of_buckets(train)
@@ -244,11 +265,13 @@ def interval_on_graphs(lab: Lab) -> Given:
     return {"nodes": nodes, "peer_selection_mode": graph, "hierarchical": between}
 
 
-trains(RING, "S5.4.ring", 0.3, COMPRESSIBLE)(
-    {"steps": st.integers(1, 5)},
-    "After optimizer steps divisible by the interval, weights are averaged on the ring, bucket by"
-    " bucket, bit for bit.",
-)
+@trains(RING, "S5.4.ring", 0.3, COMPRESSIBLE)
+def ring(lab: Lab) -> Given:
+    """After optimizer steps divisible by the interval, weights are averaged on the ring, bucket by
+    bucket, bit for bit.
+    """
+    codec = lab.draw(any_codec(lab))
+    return {"steps": st.integers(1, 5), **({} if codec == MINMAX else {"compression": codec})}
 
 
 @trains(DECENTRALIZED, "S5.3.several_dtypes", 0.3)
@@ -314,10 +337,12 @@ def steps_of_qadam(lab: Lab) -> Given:
     move weights whose frozen v is 0.
     """
     some, warmup_steps = lab.choice([None, 1, 2, 3]), lab.integer(2, 5)
+    size = lab.choice([1.0, 1.0, 2.0**-13])  # whose square, and so v, is 0 in float16
 
     def zero(gradients: Any) -> Any:
         """Zero some elements during the warm-up: their v stays 0, and only m changes later."""
         for g in (g for rank in gradients for given in rank[:warmup_steps] for g in given.values()):
+            g.mul_(size)
             if some is not None:
                 g.view(-1)[::some] = 0
         return gradients

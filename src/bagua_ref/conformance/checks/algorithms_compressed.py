@@ -21,8 +21,8 @@ from bagua_ref.conformance.cases.training_cases import (
     multi_rank_worlds,
     poisoned_at,
 )
-from bagua_ref.conformance.checks.algorithms import QADAM, follow_qadam
-from bagua_ref.conformance.checks.algorithms_powersgd import memories_of
+from bagua_ref.conformance.checks.algorithms import QADAM, any_codec, follow_qadam
+from bagua_ref.conformance.checks.algorithms_powersgd import memories_before
 from bagua_ref.conformance.checks.registry import trains
 from bagua_ref.conformance.expected.algorithms_numpy import Exchange
 from bagua_ref.conformance.expected.compression_numpy import (
@@ -36,6 +36,7 @@ from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import (
     ANYTHING,
+    LOST,
     SHOWS_GRADIENTS,
     TrainedAlgorithm,
     Training,
@@ -44,23 +45,6 @@ from bagua_ref.conformance.lab.training import (
 Given = dict[str, Any]
 
 # Error memory.
-
-_EXACT = ("MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "NVFP4")
-"""Codecs whose payloads are specified bit by bit; OneBit's scale may differ by an ulp."""
-
-
-def _codec(lab: Lab, *preferred: str) -> st.SearchStrategy[str]:
-    """Draw one of the preferred codecs that the target has, else one with payloads specified bit by
-    bit.
-
-    A target has the codecs of its kernels, or those in the attribute ``codecs`` of its own
-    algorithms.
-    """
-    own = lab.target.parts.get("algorithms")
-    known = lab.target.kernels.codecs if own is None else getattr(own, "codecs", ("MinMaxUInt8",))
-    return st.sampled_from(
-        [c for c in preferred if c in known] or [c for c in _EXACT if c in known]
-    )
 
 
 def _memory_of(training: Training, dtype: str) -> ErrorFeedback:
@@ -72,8 +56,12 @@ def _memory_of(training: Training, dtype: str) -> ErrorFeedback:
 
 def _follow(training: Training) -> None:
     def average(start: Array, gradients: list[list[Array]], dtype: str) -> list[list[Array]]:
-        memory = _memory_of(training, dtype)
-        return [[memory.round(ranks)] * training.n for ranks in gradients]
+        memory, results = _memory_of(training, dtype), list[list[Array]]()
+        for step, ranks in enumerate(gradients):
+            if training.before.get(step) == LOST:
+                memory = _memory_of(training, dtype)
+            results.append([memory.round(ranks)] * training.n)
+        return results
 
     tolerance = SUM(16) if training.options["compression"] == "OneBit" else EXACT
     for results in training.of_buckets(average):
@@ -101,7 +89,7 @@ def rounds(lab: Lab) -> Given:
     """The compression errors of a rank's gradients, and of its chunk of the result, are added in
     the next round.
     """
-    return {"compression": _codec(lab)}
+    return {"compression": any_codec(lab), "kinds": (*any_kind, "huge")}
 
 
 @trains(_BYTEGRAD, "S11.1.padding", 0.4)
@@ -115,7 +103,7 @@ def padding(lab: Lab) -> Given:
         "nodes": nodes,
         "shapes": [(size,)],
         "kinds": ("tame",),
-        "compression": _codec(lab, "OneBit"),
+        "compression": any_codec(lab, "OneBit"),
         "bucket_bytes": ONE_BUCKET,
     }
 
@@ -125,12 +113,14 @@ def not_finite(lab: Lab) -> Given:
     """Where a result is NaN, error memories of every rank stay as they were before the round;
     elsewhere they are replaced.
     """
+    # a chunk has one block of MinMaxUInt8, and several of MXFP8
+    codec, size = lab.choice([("MinMaxUInt8", 13), ("MXFP8", 200)])
     return {
-        "shapes": [(13,)],
+        "shapes": [(size,)],
         "change": poisoned_at(lab.draw, lab.integer(0, 1)),
         "kinds": ("tame",),
         "steps": 4,
-        "compression": _codec(lab, "MinMaxUInt8"),
+        "compression": any_codec(lab, codec),
         "bucket_bytes": ONE_BUCKET,
     }
 
@@ -143,10 +133,13 @@ trains(_BYTEGRAD, "S11.1.leaders", 0.3)(
     "Hierarchical, memories are those of node leaders, of the node's sum divided by n/L, also on"
     " uneven nodes and on one.",
 )
-trains(_BYTEGRAD, "S11.1.new_buckets", 0.1)(
-    {"steps": 4, "before": lambda steps: {1: "new buckets", 3: "restart"}},
-    "Buckets of the same tensors find their memories again.",
-)
+
+
+@trains(_BYTEGRAD, "S11.1.new_buckets", 0.15)
+def new_buckets(lab: Lab) -> Given:
+    """Buckets of the same tensors find their memories again."""
+    last = lab.choice(["restart", LOST])
+    return {"steps": 4, "before": lambda steps: {1: "new buckets", 3: last}}
 
 
 def _with_memory(training: Training) -> Exchange:
@@ -162,9 +155,10 @@ def momenta(lab: Lab) -> Given:
     """After qadam's warm-up, the compression error of momenta is added to the next momenta."""
     return {
         "nodes": worlds(4),
-        "compression": _codec(lab),
+        "compression": any_codec(lab),
         "error_feedback": True,
         "warmup_steps": 2,
+        "before": lambda steps: lab.choice([{}, {1: "restart"}, {4: "restart"}]),
     }
 
 
@@ -185,6 +179,8 @@ def _follow_topk(training: Training) -> None:
     warmup_steps = options["warmup_steps"]
     errors: dict[int, Any] = {}
     for step in range(training.steps):
+        if training.before.get(step) == LOST:
+            errors.clear()
         results: list[list[Any]] = [[ANYTHING] * len(places) for _ in range(training.n)]
         memories: list[list[Any]] = [[ANYTHING] * len(places) for _ in range(training.n)]
         if step < warmup_steps:
@@ -222,7 +218,7 @@ TOPK = TrainedAlgorithm(
 )
 
 trains(TOPK, "S11.2.rounds", 0.5, COMPRESSIBLE)(
-    {},
+    {"steps": st.sampled_from([3, 3, 3, 9])},
     "Each round applies the sum of what was sent in rank order, divided by n; what was not sent is"
     " added next.",
 )
@@ -318,7 +314,7 @@ def _judge_messages(training: Training) -> None:
         sent = training.flat(step, bucket)
         if training.options["error_feedback"]:
             left = [
-                [training.ravel(p, e) for e in memories_of(training, step - 1, p)] for p in bucket
+                [training.ravel(p, e) for e in memories_before(training, step, p)] for p in bucket
             ]
             known = map(np.concatenate, zip(*left, strict=True))
             sent = [p + e for p, e in zip(sent, known, strict=True)]

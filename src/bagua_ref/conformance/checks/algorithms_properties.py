@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bagua_ref.conformance.cases.strategies import COMPRESSIBLE, FLOATS, dtype_named, worlds
 from bagua_ref.conformance.cases.training_cases import (
+    ONE_BUCKET,
     PLAIN,
     ByRank,
     any_weights,
@@ -23,6 +24,7 @@ from bagua_ref.conformance.cases.training_cases import (
     multi_rank_worlds,
     outer_optimizers,
     tame,
+    used_by_few,
     used_parts,
 )
 from bagua_ref.conformance.checks.algorithms import (
@@ -40,10 +42,10 @@ from bagua_ref.conformance.checks.algorithms_powersgd import (
     judge_exactly,
     same_on_all_ranks,
 )
-from bagua_ref.conformance.checks.algorithms_sparse import DEMO, SPARSELOCO
+from bagua_ref.conformance.checks.algorithms_sparse import DEMO, SPARSELOCO, WITH_COSINE
 from bagua_ref.conformance.checks.registry import check, trains
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import TrainedAlgorithm, Training
+from bagua_ref.conformance.lab.training import LOST, TrainedAlgorithm, Training
 
 Given = dict[str, Any]
 
@@ -131,14 +133,15 @@ trains(DEMO, "S15.6.warmup", 0.2)(_WARM_UP, f"{_IN_WARM_UP}, and M stays 0.")
 # Restarts, and new buckets.
 
 
-def restart(algorithm: TrainedAlgorithm, lab: Lab, **given: Any) -> None:
+def restart(algorithm: TrainedAlgorithm, lab: Lab, loses: bool = False, **given: Any) -> None:
     """Save weights and states at some step of a training; load them into a new training and
-    continue.
+    continue; ``loses``: also without error memories.
     """
 
     def before(steps: int) -> dict[int, str]:
-        one = lab.flag()
-        return dict.fromkeys([lab.integer(1, steps - 1)] if one else range(1, steps), "restart")
+        if lab.flag():
+            return dict.fromkeys(range(1, steps), "restart")
+        return {lab.integer(1, steps - 1): LOST if loses and lab.flag() else "restart"}
 
     algorithm.train(lab, before=before, **given)
 
@@ -176,6 +179,7 @@ def _in_flight(lab: Lab) -> Given:
 _AS_IF = "Training that continues from saved weights and states goes on as if it had never stopped"
 _restarts = partial(trains, of=restart)
 _memory = st.sampled_from(["local", "averaged"])
+_LOSES = {**_SOME_WARM_UP, "loses": True}
 
 _restarts(DECENTRALIZED, "S13.restart", 0.5)(
     _on_graphs,
@@ -192,12 +196,12 @@ _restarts(LOCAL_SGD, "S9.restart_of_local_sgd", 0.3)(
 _restarts(DILOCO, "S9.restart", 1)(
     _in_flight, f"{_AS_IF}, whatever was in flight, and with the same memories."
 )
-_restarts(POWERSGD, "S10.1.restart", 0.6)({**_SOME_WARM_UP, "memory": _memory}, f"{_AS_IF}.")
-_restarts(TOPK, "S11.2.restart", 0.3)({**_SOME_WARM_UP, "kinds": ()}, f"{_AS_IF}.")
+_restarts(POWERSGD, "S10.1.restart", 0.6)({**_LOSES, "memory": _memory}, f"{_AS_IF}.")
+_restarts(TOPK, "S11.2.restart", 0.3)({**_LOSES, "kinds": ()}, f"{_AS_IF}.")
 _restarts(SPARSELOCO, "S15.5.restart", 0.3)(
     {**_IN_FLIGHT, "options": partial(SPARSELOCO.options, smallest_gap=2)}, f"{_AS_IF}."
 )
-_restarts(DEMO, "S15.6.restart", 0.3)({**_SOME_WARM_UP, "kinds": ()}, f"{_AS_IF}.")
+_restarts(DEMO, "S15.6.restart", 0.3)({**_LOSES, "kinds": ()}, f"{_AS_IF}.")
 
 _NEW_BUCKETS = {"steps": 4, "before": lambda steps: {2: "new buckets"}}
 
@@ -224,7 +228,23 @@ _UNUSED = "Parameters that a rank has not used, or never uses, are averaged all 
 _ZERO = "A rank that does not use a parameter contributes a gradient of zero"
 _lacks = partial(trains, of=unused_parameters)
 
-_lacks(GRADIENT_ALLREDUCE, "S2.5.unused_parameters", 0.5)({"hierarchical": False}, f"{_ZERO}.")
+
+@check("algorithms.S2.5.unused_parameters", needs=("gradient_allreduce",), effort=0.4)
+def of_gradients(lab: Lab) -> None:
+    """A rank that does not use a parameter contributes a gradient of zero; one that no rank uses
+    gets no gradient.
+    """
+    # Adam's own step counts tell a gradient of zero from none
+    algorithm = _one_of(lab, (GRADIENT_ALLREDUCE, QADAM))
+    given: Given = {"hierarchical": False}
+    if lab.integer(0, 2):
+        unused_parameters(algorithm, lab, **given)
+    else:
+        given |= {"nodes": st.sampled_from([(2,), (1, 1)]), "bucket_bytes": ONE_BUCKET}
+        few = partial(used_by_few, lab.draw)
+        algorithm.train(lab, shapes=[(1,)] * 70, change=few, steps=3, **given)
+
+
 _lacks(BYTEGRAD, "S5.2.unused_parameters", 0.1)({}, f"{_ZERO}, which shares chunks with others.")
 _lacks(DECENTRALIZED, "S5.3.unused_parameters", 0.1)({}, _UNUSED)
 _lacks(RING, "S5.4.unused_parameters", 0.1)({}, _UNUSED)
@@ -272,11 +292,28 @@ trains(TOPK, "S11.2.not_finite", 0.4, COMPRESSIBLE)(
     "NaN counts as larger than infinity, and that as larger than numbers; a round with one of them"
     " leaves every rank's memory.",
 )
-trains(DEMO, "S15.6.not_finite", 0.4, COMPRESSIBLE)(
-    _poisoned,
-    "A parameter whose mean is not finite has a gradient of NaN throughout, and M as it was, on"
-    " every rank.",
-)
+
+
+def _overflowing(gradients: ByRank) -> ByRank:
+    """Replace gradients of the second step by some whose coefficients are finite, and whose mean of
+    contributors overflows in the inverse transform.
+    """
+    for rank, sign in zip(gradients, (1, -1), strict=True):
+        rank[1][0] = torch.tensor([2.2e38, sign * 2.2e38]).to(rank[1][0].dtype)
+    return gradients
+
+
+@trains(DEMO, "S15.6.not_finite", 0.5, COMPRESSIBLE)
+def not_finite_in_demo(lab: Lab) -> Given:
+    """A parameter whose mean, or its inverse transform, is not finite has a gradient of NaN
+    throughout, and M as it was, on every rank.
+    """
+    case = lab.integer(0, 2)
+    given = {**_poisoned(lab), **(WITH_COSINE if case else {})}
+    if case == 2:
+        given |= {"nodes": (2,), "shapes": [(2,), (3,)], "change": _overflowing}
+        given |= {"top_k": 1, "mean": "contributors"}
+    return given
 
 
 # Equal results in all rounds and on all ranks.

@@ -28,7 +28,7 @@ from bagua_ref.conformance.checks.algorithms_local import (
     refuse,
     steps_of_fragments,
 )
-from bagua_ref.conformance.checks.algorithms_powersgd import memories_of
+from bagua_ref.conformance.checks.algorithms_powersgd import memories_before
 from bagua_ref.conformance.checks.registry import trains
 from bagua_ref.conformance.expected.chunked_numpy import (
     Round,
@@ -40,7 +40,7 @@ from bagua_ref.conformance.expected.chunked_numpy import (
 from bagua_ref.conformance.expected.kernels_numpy import Array, added, stored
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import SHOWS_GRADIENTS, TrainedAlgorithm, Training
+from bagua_ref.conformance.lab.training import LOST, SHOWS_GRADIENTS, TrainedAlgorithm, Training
 
 Given = dict[str, Any]
 
@@ -50,7 +50,7 @@ _SHAPE = st.sampled_from(
 _SPARSE = {
     "lr": 1.0,
     "warmup_steps": 0,
-    "top_k": st.sampled_from([1, 2, 3, 7]),
+    "top_k": st.sampled_from([1, 2, 3, 7, 32]),
     "chunk": st.sampled_from([1, 2, 3, 4, 64]),
     "mean": st.sampled_from(["all", "contributors"]),
     "compression": st.sampled_from([None, "Stat2", "Stat2", "MinMaxUInt8"]),
@@ -176,6 +176,8 @@ def _follow_demo(training: Training) -> None:
     weights, n = training.weights, training.n
     errors = [[np.zeros(w.numel(), np.float32)] * n for w in weights]
     for step in range(training.steps):
+        if training.before.get(step) == LOST:
+            errors = [[np.zeros(w.numel(), np.float32)] * n for w in weights]
         results = [training.mean(step, place) for place in range(len(weights))]
         if step >= training.options["warmup_steps"]:
             rounds = [_round(training, step, place, mine) for place, mine in enumerate(errors)]
@@ -194,7 +196,7 @@ DEMO = TrainedAlgorithm(
     {
         **_SPARSE,
         **SHOWS_GRADIENTS,
-        "decay": st.sampled_from([0.999, 0.5, 1.0]),
+        "decay": st.sampled_from([0.999, 0.5, 1.0, 0.0]),
         "transform": None,
         "sign": st.booleans(),
     },
@@ -222,7 +224,7 @@ trains(DEMO, "S15.4.contributors", 0.3)(
     "Each element is divided by the number of ranks whose decoded value is not 0.",
 )
 trains(DEMO, "S15.6.rounds", 0.5, COMPRESSIBLE)(
-    {},
+    {"kinds": (*any_kind, "tiny", "huge")},
     "M decays, the gradient is added, the largest elements of each chunk are averaged, or their"
     " signs applied, and leave M.",
 )
@@ -234,14 +236,17 @@ def _look(training: Training) -> None:
         training.look("memories")
 
 
+@np.errstate(all="ignore")
 def _judge_cosine(training: Training) -> None:
-    options = training.options
+    options, equal = training.options, list[Tensor]()
     for step, (place, w) in itertools.product(range(training.steps), enumerate(training.weights)):
         cells, sides = chunks(tuple(w.shape), options["chunk"])
-        errors = [e.numpy().ravel() for e in memories_of(training, step - 1, place)]
+        errors = [e.numpy().ravel() for e in memories_before(training, step, place)]
         given = [x.numpy().ravel() for x in training.tensors(step, place)]
         inputs = [np.float32(options["decay"]) * e + g for e, g in zip(errors, given, strict=True)]
-        if not all(_is_clear(cosine(x, cells, sides), cells, options["top_k"]) for x in inputs):
+        finite = [x for x in inputs if np.isfinite(x).all()]
+        clear = (_is_clear(cosine(x, cells, sides), cells, options["top_k"]) for x in finite)
+        if len(finite) == len(inputs) and not all(clear):
             continue
         expected = _round(training, step, place, errors)
         result = _shaped(training, place, expected.result)
@@ -251,10 +256,15 @@ def _judge_cosine(training: Training) -> None:
             small[cells] = x[cells] < 2.0**-20 * x[cells].max(axis=1, keepdims=True, initial=0)
             seen = training.seen("step", 0, step, place)
             result = torch.where(torch.from_numpy(small).view(w.shape), seen, result)
-        size = max([float(np.abs(x).max()) for x in inputs if x.size] + [1e-30])
+        size = max([float(np.abs(x).max()) for x in finite if x.size] + [1e-30])
         left = [torch.from_numpy(e).view(w.shape) for e in expected.errors]
         training.expect_seen("step", step, place, result, SUM(4096), size)
         training.expect_seen("memories", step, place, left, SUM(4096), size)
+        for rank, e in enumerate(left):
+            equal.append((training.seen("memories", rank, step, place) == e).flatten())
+    # sums in float64 that are rounded once are nearly always the same; those in float32 are not
+    same = torch.cat([*equal, torch.ones(1, dtype=torch.bool)]).double().mean().item()
+    training.lab.assert_that(same > 0.9, f"only {same:.0%} of M are as in float64, rounded once")
 
 
 def _is_clear(y: Array, cells: Array, k: int) -> bool:
@@ -265,16 +275,21 @@ def _is_clear(y: Array, cells: Array, k: int) -> bool:
     return bool((largest[:, k - 1] - largest[:, k] > 2e-6 * largest[:, 0]).all())
 
 
+WITH_COSINE = {
+    "kinds": ("tame", "near"),
+    "follow": _look,
+    "judge": _judge_cosine,
+    "transform": "dct",
+    "compression": None,
+    "chunk": st.sampled_from([4, 7, 64]),
+}
+"""A training on coefficients of the cosine transform."""
+
 trains(DEMO, "S15.6.cosine", 0.4, COMPRESSIBLE)(
     {
+        **WITH_COSINE,
         "nodes": worlds(3),
         "shapes": st.lists(_SHAPE, min_size=2, max_size=2),
-        "kinds": ("tame", "near"),
-        "follow": _look,
-        "judge": _judge_cosine,
-        "transform": "dct",
-        "compression": None,
-        "chunk": st.sampled_from([4, 7, 64]),
     },
     "The largest coefficients of each chunk's discrete cosine transform, of decay*M + g, are"
     " averaged, and leave M.",

@@ -166,15 +166,22 @@ class QAdam:
         self._adam = torch.optim.Adam(groups, foreach=False)
 
     @np.errstate(all="ignore")
-    def step(self, gradients: list[list[Array]]) -> None:
-        """Take a step with every rank's gradients."""
+    def step(self, gradients: list[list[Array | None]]) -> None:
+        """Take a step with every rank's gradients, None for parameters that a rank does not use.
+
+        A parameter that no rank uses has no gradient and keeps its weights and moments; elsewhere
+        a missing gradient is zero (S2.5).
+        """
         self.s += 1
+        used = [any(rank[place] is not None for rank in gradients) for place in range(len(self.m))]
         if self.s > self.warmup_steps:
-            self._exchange_momenta(gradients)
+            self._exchange_momenta(gradients, used)
         if self.s < self.warmup_steps:
-            self._step_adam(gradients)
+            self._step_adam(gradients, used)
             return
         for place, w in enumerate(self.weights):
+            if not used[place]:
+                continue
             options = {name: self.options[place][name] for name in ("lr", "betas", "eps")}
             self.weights[place] = step_along_momentum(
                 self.dtype,
@@ -186,25 +193,33 @@ class QAdam:
                 **options,
             )
 
-    def _step_adam(self, gradients: list[list[Array]]) -> None:
+    def _step_adam(self, gradients: list[list[Array | None]], used: list[bool]) -> None:
         for place, parameter in enumerate(self._in_torch):
-            parameter.grad = torch.tensor(
-                reduce_chunks(self.dtype, [rank[place] for rank in gradients])
-            ).to(parameter.dtype)
+            mean = reduce_chunks(self.dtype, [self._gradient(rank, place) for rank in gradients])
+            parameter.grad = torch.tensor(mean).to(parameter.dtype) if used[place] else None
         self._adam.step()
         for place, parameter in enumerate(self._in_torch):
+            if not used[place]:
+                continue
             state, kind = self._adam.state[parameter], self.weights[place].dtype
             kept = (parameter, state["exp_avg"], state["exp_avg_sq"])
             self.weights[place], self.m[place], self.v[place] = (
                 np.array(x.tolist(), kind) for x in kept
             )
 
-    def _exchange_momenta(self, gradients: list[list[Array]]) -> None:
+    def _gradient(self, rank: list[Array | None], place: int) -> Array:
+        given = rank[place]
+        return np.zeros_like(self.weights[place]) if given is None else given
+
+    def _exchange_momenta(self, gradients: list[list[Array | None]], used: list[bool]) -> None:
         for bucket, exchange in self.exchanges:
             momenta = [
                 [
                     update_momentum(
-                        self.dtype, self.m[place], rank[place], self.options[place]["betas"][0]
+                        self.dtype,
+                        self.m[place],
+                        self._gradient(rank, place),
+                        self.options[place]["betas"][0],
                     )
                     for place in bucket
                 ]
@@ -213,7 +228,8 @@ class QAdam:
             result = exchange([np.concatenate(of_rank) for of_rank in momenta], self.dtype)
             ends = np.cumsum([self.m[place].size for place in bucket])[:-1]
             for place, m in zip(bucket, np.split(result, ends), strict=True):
-                self.m[place] = m
+                if used[place]:
+                    self.m[place] = m
 
 
 def step_along_momentum(

@@ -33,6 +33,7 @@ def compressed_rank(shape: tuple[int, ...], rank: int, rate: float) -> int:
 def orthonormal(matrix: Array) -> Array:
     """Return the matrix with orthonormal columns, or zeros in place of dependent ones (S10.3)."""
     v = matrix.astype(np.float64)
+    v = np.ldexp(v, -np.frexp(np.abs(v).max(axis=0))[1])  # else squares may overflow
     before = [dot(column, column) ** 0.5 for column in v.T]
     for i in range(v.shape[1]):
         norm = dot(v[:, i], v[:, i]) ** 0.5
@@ -157,6 +158,8 @@ def is_tame(columns: Array, size: float | None = None) -> bool:
             may cancel. None: each column's norm.
     """
     columns = columns.astype(np.float64)
+    if size is None:
+        columns = np.ldexp(columns, -np.frexp(np.abs(columns).max(axis=0))[1])
     sizes = np.linalg.norm(columns, axis=0)
     if not np.isfinite(sizes).all():
         return False

@@ -19,6 +19,7 @@ from bagua_ref.conformance.expected.algorithms_numpy import (
     split,
     step_of_sgd,
 )
+from bagua_ref.conformance.expected.codecs_scalar import MINMAX
 from bagua_ref.conformance.expected.kernels_numpy import (
     Array,
     add,
@@ -91,10 +92,10 @@ class Ring:
         """Return the replicas at the start, from every rank's weights."""
         return cls(ranks, [*ranks[-1:], *ranks[:-1]], [*ranks[1:], *ranks[:1]])
 
-    def step(self, ranks: list[Array], dtype: str) -> list[Array]:
+    def step(self, ranks: list[Array], dtype: str, codec: str = MINMAX) -> list[Array]:
         """Return every rank's new weights."""
         moved = zip(ranks, self.L, self.R, self.W, strict=True)
-        changes = [restored(combine_ring(dtype, *row), dtype) for row in moved]
+        changes = [restored(combine_ring(dtype, *row), dtype, codec) for row in moved]
         left, right = [*changes[-1:], *changes[:-1]], [*changes[1:], *changes[:1]]
         self.W = [add(dtype, x, change) for x, change in zip(self.W, changes, strict=True)]
         self.L = [add(dtype, x, change) for x, change in zip(self.L, left, strict=True)]
@@ -110,11 +111,12 @@ def train_decentralized(
     nodes: list[int] | None,
     mode: Mode | None,
     interval: int,
+    codec: str = MINMAX,
 ) -> list[list[Array]]:
     """Return the weights after each step, by rank; ``gradients[step][rank]`` were computed before
     the averaging (S5.3).
 
-    Without a mode, ranks average on the ring, after the optimizer's step (S5.4).
+    Without a mode, ranks average on the ring with this codec, after the optimizer's step (S5.4).
     """
     ranks, history = [start.copy() for _ in gradients[0]], []
     ring = Ring.of([start for _ in nodes or ranks])
@@ -124,7 +126,7 @@ def train_decentralized(
             ranks = average(ranks, dtype, mode, nodes, step // interval)
         ranks = [step_of_sgd(x, grad, lr, dtype) for x, grad in zip(ranks, grads, strict=True)]
         if averages and mode is None:
-            ranks = between_leaders(lambda x: ring.step(x, dtype), ranks, dtype, nodes)
+            ranks = between_leaders(lambda x: ring.step(x, dtype, codec), ranks, dtype, nodes)
         history.append(ranks)
     return history
 

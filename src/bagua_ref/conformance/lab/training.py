@@ -27,14 +27,64 @@ from bagua_ref.conformance.expected.kernels_numpy import Array, array, wide
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.lab.lab import Lab
 
-__all__ = ["ANYTHING", "SHOWS_GRADIENTS", "TrainedAlgorithm", "Training"]
+__all__ = ["ANYTHING", "LOST", "SHOWS_GRADIENTS", "TrainedAlgorithm", "Training"]
 
 ANYTHING = Ellipsis
 """An expected value that is not compared."""
 
+LOST = "restart without memories"
+"""The action that continues from a checkpoint with error memories of zero."""
+
 SHOWS_GRADIENTS = {"shows_gradients": True}
 """The option of trainings whose steps return averaged gradients, and no weights."""
 _NODES = worlds(4)
+_COMPRESSED = {"warmup_steps": 0, "compression": None, "mean": "all"}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gradient_allreduce": {"hierarchical": False, "average": True},
+    "bytegrad": {"hierarchical": True, "average": True, "compression": "MinMaxUInt8"},
+    "decentralized": {
+        "hierarchical": True,
+        "peer_selection_mode": "all",
+        "communication_interval": 1,
+    },
+    "low_precision_decentralized": {
+        "hierarchical": True,
+        "communication_interval": 1,
+        "compression": "MinMaxUInt8",
+    },
+    "qadam": {"hierarchical": True, "compression": "MinMaxUInt8"},
+    "async_model_average": {"sync_interval_ms": 500, "warmup_steps": 0},
+    "local_sgd": {"warmup_steps": 0, "offset": 0, "hierarchical": False},
+    "diloco": {
+        **_COMPRESSED,
+        "outer_optimizer": None,
+        "fragments": 1,
+        "delay": 0,
+        "mix": 0.0,
+        "error_feedback": False,
+        "chunk": 64,
+        "error_decay": 0.95,
+    },
+    "powersgd": {
+        "matrix_approximation_rank": 1,
+        "min_compression_rate": 2.0,
+        "memory": "local",
+        "warm_start": True,
+        "seed": 0,
+    },
+    "topk": {"ratio": 0.01, "error_feedback": True, "warmup_steps": 0},
+    "demo": {
+        **_COMPRESSED,
+        "top_k": 32,
+        "chunk": 64,
+        "decay": 0.999,
+        "transform": "dct",
+        "sign": True,
+    },
+}
+"""Default options of each method (S5, S9, S10, S11.2, S15)."""
+_OF_GROUPS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+"""Default options of QAdam's parameter groups (S5.5)."""
 _STATE = {"memories": "a memory", "factors": "a factor"}
 
 
@@ -213,9 +263,14 @@ class Training:
         of `step` and `look`.
         """
         inputs = self._programs if programs is None else programs
-        given = {"weights": self.starts, "program": inputs}
+        given, options = {"weights": self.starts, "program": inputs}, self.options
+        if "algorithms" not in self.lab.target.parts:
+            # only the package's own must have SPEC's defaults: options that have them are left out
+            options = _without(_DEFAULTS[self.method], options)
+            if "groups" in options:
+                options["groups"] = [_without(_OF_GROUPS, group) for group in options["groups"]]
         self.results = self.lab.on_ranks(
-            "algorithms", self.method, self.nodes, given, self.options, record=self.record
+            "algorithms", self.method, self.nodes, given, options, record=self.record
         )
         for rank, actions in enumerate(inputs):
             self._check_form(rank, actions)
@@ -389,6 +444,15 @@ class TrainedAlgorithm:
         training.run()
         how.judge(training)
         return training
+
+
+def _without(defaults: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that differ from their defaults."""
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in defaults or value != defaults[name]
+    }
 
 
 def _form(value: Any) -> str:

@@ -218,7 +218,7 @@ class _Training:
     def _new_buckets(self) -> None:
         self.module._bagua.reset()
 
-    def _restart(self) -> None:
+    def _restart(self, drop_local: bool = False) -> None:
         states = copy.deepcopy(
             [
                 part.state_dict()
@@ -226,10 +226,12 @@ class _Training:
             ]
         )
         self._begin()
-        for part, state in zip(
-            (self.module, self._optimizer, self.module.bagua_algorithm), states, strict=True
-        ):
-            part.load_state_dict(state)
+        weights, optimizer, own = states
+        self.module.load_state_dict(weights)
+        self._optimizer.load_state_dict(optimizer)
+        self.module.bagua_algorithm.load_state_dict(own, drop_local)
+
+    _restart_without_memories = partialmethod(_restart, drop_local=True)
 
     def gradients(self) -> list[Tensor]:
         """Return the current gradients of the weights, 0 for missing ones."""
