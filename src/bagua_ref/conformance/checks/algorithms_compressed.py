@@ -303,7 +303,7 @@ def many(lab: Lab) -> Given:
         "kinds": (),
         "steps": 1,
         "change": lambda gradients: [[{0: gradient(rank)}] for rank in range(len(gradients))],
-        "ratio": st.sampled_from([0.001, 0.01, 0.05]),
+        "ratio": st.sampled_from([0.001, 0.01, 0.01, 0.05]),
         "bucket_bytes": ONE_BUCKET,
     }
 
