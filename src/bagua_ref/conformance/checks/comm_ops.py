@@ -132,14 +132,23 @@ def _walk_refusals(lab: Lab) -> None:
 
 
 def _walk_uneven(lab: Lab) -> None:
-    """A size that the number of ranks does not divide is refused, or no element is left out."""
-    x, errors = torch.arange(5).to(lab.dtype), (ValueError, TypeError, RuntimeError)
+    """A size that the number of ranks does not divide is refused, or no element is left out; sums
+    start at +0 on any number of ranks.
+    """
     how = {"average": False, "scattergather": True, "compression": None, "hierarchical": False}
-    results = lab.on_ranks(
-        "comm_ops", "centralized", (2,), {"inputs": [x, x]}, how, refusal=errors, seed=0
-    )
+    errors = (ValueError, TypeError, RuntimeError)
+
+    def run(x: Tensor, n: int) -> list[Any]:
+        given = {"inputs": [x] * n}
+        return lab.on_ranks("comm_ops", "centralized", (n,), given, how, refusal=errors, seed=0)
+
+    x = torch.arange(5).to(lab.dtype)
+    results = run(x, 2)
     if not all(isinstance(result, errors) for result in results):
         lab.assert_equal(results, [2 * x] * 2, where="elements by rank")
+    for n in (1, 3):
+        zeros = torch.zeros(3, dtype=lab.dtype)
+        lab.assert_equal(run(-zeros, n), [zeros] * n, where="elements by rank")
 
 
 @check("comm_ops.S3.1.scatter_gather", dtypes=FLOATS, effort=0.5, walk=_walk_uneven)
