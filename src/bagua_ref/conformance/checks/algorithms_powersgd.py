@@ -331,7 +331,12 @@ def _near_the_threshold(lab: Lab) -> Given:
         "steps": 1,
         "change": lambda gradients: [[{0: torch.from_numpy(matrix)}] for _ in gradients],
         "judge": lambda training: training.expect_seen(
-            "step", 0, 0, torch.from_numpy(wanted), ROUNDED, 1e4  # as 1e-6 of P remains
+            "step",
+            0,
+            0,
+            torch.from_numpy(wanted),
+            ROUNDED,
+            1e4,  # as 1e-6 of P remains
         ),
         "matrix_approximation_rank": 2,
         "memory": None,
