@@ -266,7 +266,7 @@ class Training:
         given, options = {"weights": self.starts, "program": inputs}, self.options
         if "algorithms" not in self.lab.target.parts:
             # only the package's own must have SPEC's defaults: options that have them are left out
-            options = _without(_DEFAULTS[self.method], options)
+            options = _without(_DEFAULTS.get(self.method, {}), options)
             if "groups" in options:
                 options["groups"] = [_without(_OF_GROUPS, group) for group in options["groups"]]
         self.results = self.lab.on_ranks(
