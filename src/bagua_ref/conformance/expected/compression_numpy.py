@@ -32,8 +32,9 @@ def compressed_rank(shape: tuple[int, ...], rank: int, rate: float) -> int:
 
 def orthonormal(matrix: Array) -> Array:
     """Return the matrix with orthonormal columns, or zeros in place of dependent ones (S10.3)."""
-    v = matrix.astype(np.float64)
-    v = np.ldexp(v, -np.frexp(np.abs(v).max(axis=0))[1])  # else squares may overflow
+    wide = matrix.astype(np.float64)
+    # else squares may overflow
+    v: Array = np.ldexp(wide, -np.frexp(np.abs(wide).max(axis=0))[1])
     before = [dot(column, column) ** 0.5 for column in v.T]
     for i in range(v.shape[1]):
         norm = dot(v[:, i], v[:, i]) ** 0.5
