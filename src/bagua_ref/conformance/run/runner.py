@@ -5,6 +5,7 @@ failures.
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import platform
 import queue
@@ -206,7 +207,7 @@ class CheckRun:
         time_limit: time limit of a single call in seconds.
         known: ids of known failures.
         folder: folder in which workers record their last calls; None: this process must survive, so
-            checks run on a thread, which is abandoned if a call hangs.
+            checks run on another thread, which is abandoned if a call hangs.
         worker: the worker's name.
     """
 
@@ -218,8 +219,10 @@ class CheckRun:
     worker: str = ""
 
     def __post_init__(self) -> None:
-        """Initialize the record of checks that hang."""
+        """Begin without prepared suites, calls that hang, and a thread."""
         self._hung: dict[str, str] = {}
+        self._prepared: set[str] = set()
+        self._thread: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def judge(self, check: Check, dtype: str | None) -> Result:
         """Return the result of a check for one dtype."""
@@ -258,17 +261,31 @@ class CheckRun:
         def work() -> None:
             outcomes.put(search(check, dtype, self.target, self.how, journal))
 
-        threading.Thread(target=work, daemon=True, name=row_id(check, dtype)).start()
+        # the same thread for all checks, as Hypothesis collects all garbage once on each
+        if self._thread is None:
+            self._thread = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._thread,), daemon=True).start()
+        self._thread.put(work)
         while True:
             try:
                 return outcomes.get(timeout=0.05)
             except queue.Empty:
                 if overdue := journal.overdue():
                     self._hung[check.id] = overdue
+                    self.close()
                     return Outcome(overdue)
 
+    def close(self) -> None:
+        """Let the thread of checks end."""
+        if self._thread is not None:
+            self._thread.put(None)
+            self._thread = None
+
     def _in_worker(self, check: Check, dtype: str | None, path: Path, again: bool) -> Outcome:
-        prepare(check.suite)
+        if check.suite not in self._prepared:
+            prepare(check.suite)
+            gc.freeze()  # modules stay, and need not be searched for garbage again
+            self._prepared.add(check.suite)
         torch.set_num_threads(1)
         journal = Journal(self.time_limit, path, records=again)
         try:
@@ -279,10 +296,18 @@ class CheckRun:
             journal.close()
 
 
+def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while task := tasks.get():
+        task()
+
+
 def _judge(plan: Sequence[Row], run: CheckRun, named: Any, jobs: int) -> Iterator[Result]:
     """Yield the result of each row once it is known."""
     if not jobs:
-        yield from (run.judge(*row) for row in plan)
+        try:
+            yield from (run.judge(*row) for row in plan)
+        finally:
+            run.close()
         return
     waiting = {}
     for row in plan:
