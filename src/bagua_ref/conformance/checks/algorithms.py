@@ -125,13 +125,13 @@ def gradients(lab: Lab) -> None:
         GRADIENT_ALLREDUCE.train(lab, hierarchical=True, average=True)
 
 
-trains(BYTEGRAD, "S5.2.gradients", 0.3, COMPRESSIBLE)(
+trains(BYTEGRAD, "S5.2.gradients", 0.25, COMPRESSIBLE)(
     {"hierarchical": st.sampled_from([True, True, False])},
     "Every rank updates its weights with gradients sent as one byte per element, bit for bit.",
 )
 
 
-@trains(BYTEGRAD, "S2.1.buckets", 0.7)
+@trains(BYTEGRAD, "S2.1.buckets", 0.45)
 def buckets(lab: Lab) -> Given:
     """Parameters fill buckets in reverse order, by dtype; a bucket is closed once it holds at least
     the bucket size.
@@ -153,7 +153,7 @@ def buckets(lab: Lab) -> Given:
     }
 
 
-@check("algorithms.S2.1.order", needs=("buckets",), effort=0.5)
+@check("algorithms.S2.1.order", needs=("buckets",), effort=0.35)
 def order_of_buckets(lab: Lab) -> None:
     """Buckets come by dtype, bf16, f16, f32, f64, and parameters in reverse order; one that has the
     bucket size is closed.
@@ -265,7 +265,7 @@ def interval_on_graphs(lab: Lab) -> Given:
     return {"nodes": nodes, "peer_selection_mode": graph, "hierarchical": between}
 
 
-@trains(RING, "S5.4.ring", 0.3, COMPRESSIBLE)
+@trains(RING, "S5.4.ring", 0.25, COMPRESSIBLE)
 def ring(lab: Lab) -> Given:
     """After optimizer steps divisible by the interval, weights are averaged on the ring, bucket by
     bucket, bit for bit.
@@ -274,7 +274,7 @@ def ring(lab: Lab) -> Given:
     return {"steps": st.integers(1, 5), **({} if codec == MINMAX else {"compression": codec})}
 
 
-@trains(DECENTRALIZED, "S5.3.several_dtypes", 0.3)
+@trains(DECENTRALIZED, "S5.3.several_dtypes", 0.25)
 def several_dtypes(lab: Lab) -> Given:
     """Weights of each dtype are averaged in every round, all with the same peer."""
     used = lab.draw(st.permutations(lab.dtypes(FLOATS)))[:2]

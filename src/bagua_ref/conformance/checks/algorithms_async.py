@@ -132,7 +132,7 @@ def _expect_nothing_lost(
             expect(found, every, _ROUNDS, magnitude=size, where=f"parameter {p} by rank")
 
 
-@check("algorithms.S5.6.warmup", needs=_NEEDS, effort=0.5)
+@check("algorithms.S5.6.warmup", needs=_NEEDS, effort=0.35)
 def warmup(lab: Lab) -> None:
     """The first warmup_steps steps apply the mean gradient, later ones each rank's own; without
     rounds nothing else changes the weights.
@@ -199,7 +199,7 @@ def _expect_of_actions(lab: Lab, kinds: list[str], warmup_steps: int, agree: boo
 _kinds = ["step", "step", "sleep", "abort", "resume"]
 
 
-@check("algorithms.S5.6.abort", needs=_NEEDS, effort=0.5)
+@check("algorithms.S5.6.abort", needs=_NEEDS, effort=0.35)
 def abort(lab: Lab) -> None:
     """After any sequence of abort and resume, averaging pauses from an abort to the next resume,
     also if training restarts; training and warm-up continue.
@@ -214,7 +214,7 @@ def abort(lab: Lab) -> None:
     _expect_of_actions(lab, kinds, warmup_steps, agree=False)
 
 
-@check("algorithms.S5.6.resume", needs=_NEEDS, effort=0.4)
+@check("algorithms.S5.6.resume", needs=_NEEDS, effort=0.3)
 def resume(lab: Lab) -> None:
     """After a resume, rounds start again and make the ranks equal while no rank trains."""
     warmup_steps = lab.integer(0, 2)

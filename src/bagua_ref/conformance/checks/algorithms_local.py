@@ -81,7 +81,7 @@ def period(lab: Lab) -> Given:
     return {"nodes": sized_worlds(lab.dtype), "kinds": tame}
 
 
-@trains(LOCAL_SGD, "S9.1.offset", 0.3)
+@trains(LOCAL_SGD, "S9.1.offset", 0.25)
 def offset(lab: Lab) -> Given:
     """With an offset, the first averaging follows that step: offset 1 begins with the first, offset
     0 with step period.
@@ -97,7 +97,7 @@ def offset(lab: Lab) -> Given:
     }
 
 
-trains(LOCAL_SGD, "S9.1.inside_nodes", 0.3)(
+trains(LOCAL_SGD, "S9.1.inside_nodes", 0.25)(
     {
         "nodes": st.sampled_from([(2, 1), (2, 2), (1, 3), (2,), (1, 1, 2)]),
         "warmup_steps": st.integers(0, 2),
@@ -191,7 +191,7 @@ trains(DILOCO, "S9.2.outer_optimizer", 0.2, _WIDE)(
     "The mean of g - x is the gradient of g, and Nesterov's SGD(0.7, 0.9), or any other optimizer,"
     " steps with it.",
 )
-trains(DILOCO, "S9.2.inner_optimizer", 0.3)(
+trains(DILOCO, "S9.2.inner_optimizer", 0.25)(
     {"kinds": tame, "looks": ("gradients",), "momentum": 0.5},
     "Applying a fragment touches neither the state of the inner optimizer nor the gradients.",
 )
@@ -214,7 +214,7 @@ def _apart(weights: list[Tensor], fragments: int | list[list[int]], count: int) 
     }
 
 
-@trains(DILOCO, "S9.3.fragments", 1.0)
+@trains(DILOCO, "S9.3.fragments", 0.55)
 def fragments(lab: Lab) -> Given:
     """A number of fragments splits the parameters, in order, by the position of their middle byte,
     and leaves none empty.
@@ -227,7 +227,7 @@ def fragments(lab: Lab) -> Given:
     return _apart(weights, count, count)
 
 
-@trains(DILOCO, "S9.3.lists", 0.4)
+@trains(DILOCO, "S9.3.lists", 0.3)
 def lists_of_names(lab: Lab) -> Given:
     """Lists of names are the fragments, whatever their order."""
     weights = any_weights(lab.draw, lab.dtype, 5, 2)
@@ -237,7 +237,7 @@ def lists_of_names(lab: Lab) -> Given:
 
 _OUTER = {"class": "SGD", "lr": 0.5, "momentum": 0.5}
 
-trains(DILOCO, "S9.3.own_optimizers", 0.5)(
+trains(DILOCO, "S9.3.own_optimizers", 0.35)(
     {
         "nodes": (2,),
         "weights": partial(any_weights, most=4, fewest=2),
@@ -264,7 +264,7 @@ def schedule(lab: Lab) -> Given:
     }
 
 
-trains(DILOCO, "S9.4.mix", 1.0, FLOATS)(
+trains(DILOCO, "S9.4.mix", 0.55, FLOATS)(
     {
         "shapes": [(170,), (3, 2)],
         "kinds": tame,
@@ -280,7 +280,7 @@ trains(DILOCO, "S9.4.mix", 1.0, FLOATS)(
 # diloco: the mean.
 
 
-@trains(DILOCO, "S9.5.one_byte", 0.7)
+@trains(DILOCO, "S9.5.one_byte", 0.45)
 def one_byte(lab: Lab) -> Given:
     """A fragment's differences are compressed as one float32 tensor, in the order of its names,
     padded with zeros, bit for bit; with error memory, errors are added when it is sent again.
@@ -362,7 +362,7 @@ def refuse(algorithm: TrainedAlgorithm, lab: Lab, compression: str | None) -> No
     assert ("failing step", failing - 1) in training.index, "the differences are finite"
 
 
-trains(DILOCO, "S9.5.not_finite", 0.4, of=refuse)(
+trains(DILOCO, "S9.5.not_finite", 0.3, of=refuse)(
     {"compression": None},
     "Where differences of one rank overflow, the step raises an error on every rank, and the"
     " fragment stays as it was.",

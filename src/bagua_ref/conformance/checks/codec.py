@@ -56,7 +56,7 @@ def for_each(
     *,
     minmax: tuple[str, float] | None = None,
     dtypes: tuple[str, ...] = COMPRESSIBLE,
-    effort: float = 1.0,
+    effort: float = 0.55,
     walk: Callable[..., None] | None = None,
 ) -> Callable[[Property], Property]:
     """Return a decorator that registers a property once for each codec.
@@ -212,7 +212,7 @@ def _walk_values(lab: Lab, codec: str) -> None:
         lab.compare(call, "out", case.outputs["x"])
 
 
-@for_each("payload", effort=0.5, minmax=("S4.2.levels", 2), walk=_walk_payloads)
+@for_each("payload", effort=0.35, minmax=("S4.2.levels", 1), walk=_walk_payloads)
 def payload(lab: Lab, codec: str) -> None:
     """every byte of the payload is as specified, the padding included; other payloads do not change
     it.
@@ -238,7 +238,7 @@ def halfway_levels(lab: Lab) -> None:
     _check_payload(lab, MINMAX, bulk(lab.dtype, "halfway", lab.seed(), 300), 1)
 
 
-@only_minmax("codec.S4.2.epsilon", effort=0.5)
+@only_minmax("codec.S4.2.epsilon", effort=0.35)
 def levels_beside_epsilon(lab: Lab) -> None:
     """Levels and values are correct where 1e-7 is not small beside the range."""
     x = bulk(lab.dtype, "epsilon", lab.seed(), lab.choice([2, 3, 100]))
@@ -254,7 +254,7 @@ def gaps(lab: Lab) -> None:
     _check_payload(lab, MINMAX, x, num_chunks, out=out)
 
 
-@only_minmax("codec.S4.1.header", effort=0.5)
+@only_minmax("codec.S4.1.header", effort=0.35)
 def header(lab: Lab) -> None:
     """The header holds the minimum and maximum, with -0 as +0."""
     edges = lab.choice([[0.0, -0.0], [0.0, -0.0, 1.0], [0.0, -0.0, -1.0]])
@@ -262,7 +262,7 @@ def header(lab: Lab) -> None:
     _check_payload(lab, MINMAX, torch.tensor(x, dtype=lab.dtype), 1)
 
 
-@only_minmax("codec.S4.1.fresh", effort=0.3)
+@only_minmax("codec.S4.1.fresh", effort=0.25)
 def fresh(lab: Lab) -> None:
     """A payload does not change when others are made: its buffer is not reused."""
     x, num_chunks = lab.draw(chunked(lab.dtype))
@@ -271,7 +271,7 @@ def fresh(lab: Lab) -> None:
     lab.compare(first, "result", _expected(lab, MINMAX, x, num_chunks))
 
 
-@for_each("round_trip", effort=0.3, minmax=("S4.3.round_trip", 1))
+@for_each("round_trip", effort=0.25, minmax=("S4.3.round_trip", 0.55))
 def round_trip(lab: Lab, codec: str) -> None:
     """A payload is not changed by later calls: its buffer is not reused."""
     x, num_chunks = lab.draw(chunked(lab.dtype))
@@ -279,13 +279,13 @@ def round_trip(lab: Lab, codec: str) -> None:
     _check_values(lab, codec, encoded, num_chunks, x.numel() // num_chunks)
 
 
-@for_each("any_payload", effort=0.5, minmax=("S4.3.any_levels", 1), walk=_walk_values)
+@for_each("any_payload", effort=0.35, minmax=("S4.3.any_levels", 0.55), walk=_walk_values)
 def any_bytes(lab: Lab, codec: str) -> None:
     """any payload decompresses as specified: foreign scales, codes, ends, NaNs and padding."""
     _check_values(lab, codec, *lab.draw(payloads(codec, lab.dtype)))
 
 
-@for_each("poison", clause="S12.3", effort=0.5, minmax=("S4.4.poison", 1))
+@for_each("poison", clause="S12.3", effort=0.35, minmax=("S4.4.poison", 0.55))
 def poison(lab: Lab, codec: str) -> None:
     """a chunk (MX formats: a block) with a value that is not finite decodes to NaN, and no other
     does.
@@ -316,7 +316,7 @@ def overflow(lab: Lab) -> None:
     _check_payload(lab, MINMAX, torch.tensor(values, dtype=torch.float64).to(lab.dtype), 1)
 
 
-@for_each("bound", BLOCKS, "S12.3", effort=0.5, minmax=("S4.6.bound", 0.5))
+@for_each("bound", BLOCKS, "S12.3", effort=0.35, minmax=("S4.6.bound", 0.35))
 def bound(lab: Lab, codec: str) -> None:
     """the error of a round trip is within the bound."""
     if codec != MINMAX and lab.flag():
@@ -368,7 +368,7 @@ def _check_bound(lab: Lab, codec: str, x: Tensor) -> None:
             raise Violation(f"{codec}: {value!r} comes back as {back!r}: {error}", script)
 
 
-@for_each("target_chunk", effort=0.2, minmax=("S4.5.target_chunk", 1))
+@for_each("target_chunk", effort=0.2, minmax=("S4.5.target_chunk", 0.55))
 def target_chunk(lab: Lab, codec: str) -> None:
     """with a target chunk, only its payload is written; other chunks of ``out`` are unchanged, and
     zeros in a new payload.

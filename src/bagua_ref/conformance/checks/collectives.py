@@ -149,7 +149,7 @@ _SENTENCES = {
 
 
 for _name, _sentence in _SENTENCES.items():
-    check(f"collectives.S3.9.{_name}", effort=2 if _name in REDUCING else 1, sentence=_sentence)(
+    check(f"collectives.S3.9.{_name}", effort=1 if _name in REDUCING else 1, sentence=_sentence)(
         partial(_one_call, name=_name)
     )
 
@@ -267,7 +267,7 @@ def long(lab: Lab) -> None:
         _run(lab, nodes, [CollectiveCall("alltoall_v", blocks, expected)])
 
 
-@check("collectives.S3.9.one_after_another", effort=0.6)
+@check("collectives.S3.9.one_after_another", effort=0.4)
 def one_after_another(lab: Lab) -> None:
     """A collective is not affected by earlier ones on the same communicator."""
     nodes, chosen = lab.world(worlds()), random.Random(lab.seed())  # noqa: S311 - not secret
@@ -283,7 +283,7 @@ def one_after_another(lab: Lab) -> None:
     _run(lab, nodes, calls)
 
 
-@check("collectives.S3.9.every_dtype", effort=0.4)
+@check("collectives.S3.9.every_dtype", effort=0.3)
 def every_dtype(lab: Lab) -> None:
     """Every dtype moves bit for bit, and supports each of its reductions."""
     nodes, turn = lab.world(worlds()), lab.seed()

@@ -151,13 +151,13 @@ def _walk_uneven(lab: Lab) -> None:
         lab.assert_equal(run(-zeros, n), [zeros] * n, where="elements by rank")
 
 
-@check("comm_ops.S3.1.scatter_gather", dtypes=FLOATS, effort=0.5, walk=_walk_uneven)
+@check("comm_ops.S3.1.scatter_gather", dtypes=FLOATS, effort=0.35, walk=_walk_uneven)
 def scatter_gather(lab: Lab) -> None:
     """Scatter-gather adds in rank order, and every rank ends with identical bits."""
     _centralized(lab, lab.world(worlds()), None, False)
 
 
-@check("comm_ops.S3.2.low_precision", dtypes=COMPRESSIBLE, effort=0.5, walk=_walk_refusals)
+@check("comm_ops.S3.2.low_precision", dtypes=COMPRESSIBLE, effort=0.35, walk=_walk_refusals)
 def low_precision(lab: Lab) -> None:
     """With one byte per element, every rank ends with identical bits, as specified."""
     _centralized(lab, lab.world(worlds()), "MinMaxUInt8", False)
@@ -191,7 +191,7 @@ def long(lab: Lab) -> None:
     _centralized(lab, nodes, compression, lab.flag(), inputs)
 
 
-@check("comm_ops.S3.1.full_precision", dtypes=FLOATS, effort=0.5)
+@check("comm_ops.S3.1.full_precision", dtypes=FLOATS, effort=0.35)
 def full_precision(lab: Lab) -> None:
     """Full precision gives the sum or mean over all ranks, up to the rounding of a different
     summation order.
@@ -273,7 +273,7 @@ def _walk_odd(lab: Lab) -> None:
         _expect_refusal(lab, nodes, "decentralized", x, named=named, **given)
 
 
-@check("comm_ops.S3.4.shift_one", dtypes=FLOATS, effort=0.5, walk=_walk_odd)
+@check("comm_ops.S3.4.shift_one", dtypes=FLOATS, effort=0.35, walk=_walk_odd)
 def shift_one(lab: Lab) -> None:
     """Each rank averages with its peer of the step; with hierarchical, leaders average node
     means.
@@ -304,7 +304,7 @@ def many_steps(lab: Lab) -> None:
     _expect_rounds(lab, results, averages)
 
 
-@check("comm_ops.S3.4.all", dtypes=FLOATS, effort=0.5)
+@check("comm_ops.S3.4.all", dtypes=FLOATS, effort=0.35)
 def all_ranks(lab: Lab) -> None:
     """The result is the mean over all ranks, even on uneven nodes, up to the rounding of a
     different summation order.
@@ -353,11 +353,11 @@ def _on_graph(lab: Lab, graph: str) -> None:
 
 for _name, (_clause, _graph, _sentence) in _NAMED_GRAPHS.items():
     check(
-        f"comm_ops.{_clause}.{_name}", dtypes=FLOATS, needs=_GRAPHS, effort=0.6, sentence=_sentence
+        f"comm_ops.{_clause}.{_name}", dtypes=FLOATS, needs=_GRAPHS, effort=0.4, sentence=_sentence
     )(partial(_on_graph, graph=_graph))
 
 
-@check("comm_ops.S13.4.weights", dtypes=FLOATS, needs=_GRAPHS, effort=0.3)
+@check("comm_ops.S13.4.weights", dtypes=FLOATS, needs=_GRAPHS, effort=0.25)
 def weighted(lab: Lab) -> None:
     """Weighted sums are formed in the order of the row, each product rounded."""
     between = lab.flag()
@@ -387,7 +387,7 @@ def refuses_graphs(lab: Lab) -> None:
         lab.assert_equal(refused, [True] * n, where=where)
 
 
-@check("comm_ops.S13.5.mean", needs=_GRAPHS, effort=0.5)
+@check("comm_ops.S13.5.mean", needs=_GRAPHS, effort=0.35)
 def mean_is_kept(lab: Lab) -> None:
     """No averaging changes the mean of the ranks that take part, up to rounding."""
     graph, nodes, _ = lab.draw(graph_cases(9).filter(lambda case: not case[2]))
@@ -415,7 +415,7 @@ def _walk_ring(lab: Lab) -> None:
             )
 
 
-@check("comm_ops.S3.5.ring", dtypes=COMPRESSIBLE, effort=0.5, walk=_walk_ring)
+@check("comm_ops.S3.5.ring", dtypes=COMPRESSIBLE, effort=0.35, walk=_walk_ring)
 def ring(lab: Lab) -> None:
     """Steps on the ring are as specified, bit for bit, so that replicas stay equal."""
     nodes = lab.world(worlds(8))

@@ -166,7 +166,7 @@ def _reduce(lab: Lab, chunks: Tensor, average: bool) -> None:
     "kernels.S3.7.reduce_chunks",
     dtypes=FLOATS,
     needs=("reduce_chunks_",),
-    effort=1.5,
+    effort=0.8,
     walk=partial(_walk, name="reduce_chunks"),
 )
 def reduce_chunks(lab: Lab) -> None:
@@ -300,7 +300,7 @@ def _walk_scattering(lab: Lab) -> None:
         _scatter(lab, [*case.outputs.values()], case.inputs["flat"])
 
 
-@check("kernels.S2.3.gather_flat", needs=("gather_flat",), effort=3, walk=_walk_gathering)
+@check("kernels.S2.3.gather_flat", needs=("gather_flat",), effort=1.4, walk=_walk_gathering)
 def gather_flat(lab: Lab) -> None:
     """Tensors of any strides are copied one after another in row-major order."""
     pieces, dtype = _pieces(lab)
@@ -308,7 +308,7 @@ def gather_flat(lab: Lab) -> None:
     _gather(lab, pieces, torch.tensor(values, dtype=dtype))
 
 
-@check("kernels.S2.3.scatter_flat", needs=("scatter_flat",), effort=3, walk=_walk_scattering)
+@check("kernels.S2.3.scatter_flat", needs=("scatter_flat",), effort=1.4, walk=_walk_scattering)
 def scatter_flat(lab: Lab) -> None:
     """Flat elements are copied into tensors of any strides in row-major order."""
     pieces, dtype = _pieces(lab)

@@ -149,7 +149,7 @@ def _loaded(lab: Lab, sampler: Any, state: Any) -> Any:
     return sampler
 
 
-@check("samplers.S7.1.lengths", needs=_SAMPLER, effort=3)
+@check("samplers.S7.1.lengths", needs=_SAMPLER, effort=1.4)
 def lengths(lab: Lab) -> None:
     """All ranks draw the same number of samples, equal to their samplers' ``len()``."""
     values, replicas, options = lab.draw(cases())
@@ -159,7 +159,7 @@ def lengths(lab: Lab) -> None:
     _same(lab, "len(list(sampler))", lambda: len(list(sampler)), wanted)
 
 
-@check("samplers.S7.2.one_replica", needs=_SAMPLER, effort=3)
+@check("samplers.S7.2.one_replica", needs=_SAMPLER, effort=1.4)
 def one_replica(lab: Lab) -> None:
     """Without shuffling, a single replica draws samples in ascending order of their exact
     complexities; the sort is stable.
@@ -184,7 +184,7 @@ def inputs_unchanged(lab: Lab) -> None:
     lab.assert_equal([sample.item() for sample in dataset], numbers, where="the complexities")
 
 
-@check("samplers.S7.3.indices", needs=_SAMPLER, effort=8)
+@check("samplers.S7.3.indices", needs=_SAMPLER, effort=3.5)
 def indices(lab: Lab) -> None:
     """A rank's indices are as specified, and the same when iterated again."""
     values, replicas, options = lab.draw(cases())
@@ -196,7 +196,7 @@ def indices(lab: Lab) -> None:
         _draws(lab, sampler, wanted)
 
 
-@check("samplers.S7.3.digits", needs=_SAMPLER, effort=2)
+@check("samplers.S7.3.digits", needs=_SAMPLER, effort=1)
 def digits(lab: Lab) -> None:
     """The bound of the noise is a product of floats; no digit of a large epoch is lost."""
     values, replicas, options = lab.draw(noisy_cases())
@@ -204,7 +204,7 @@ def digits(lab: Lab) -> None:
     _draws(lab, samples.at(replicas, 0), samples.plan([], replicas)[0][0])
 
 
-@check("samplers.S7.4.batches", needs=_BATCHES, effort=3)
+@check("samplers.S7.4.batches", needs=_BATCHES, effort=1.4)
 def batches(lab: Lab) -> None:
     """All replicas get the same number of batches: the largest, with batches repeated in cycle, or
     with drop_last the smallest.
@@ -301,7 +301,7 @@ def other_settings(lab: Lab) -> None:
         _draws(lab, sampler, samples.plan([], 2)[0][0])
 
 
-@check("samplers.S7.5.refuses", needs=_BATCHES, effort=2)
+@check("samplers.S7.5.refuses", needs=_BATCHES, effort=1)
 def refuses(lab: Lab) -> None:
     """An invalid random_level, rank, dataset, complexity (NaN), sampler, or a sampler with
     drop_last raises a ValueError.
@@ -363,7 +363,7 @@ def _continued(lab: Lab, samples: _Samples) -> None:
     _draws(lab, _at(lab, sampler, epoch + 1), following, f"epoch {epoch + 1}, set in epoch {epoch}")
 
 
-@check("samplers.S7.6.stretches", needs=_POSITION, effort=4)
+@check("samplers.S7.6.stretches", needs=_POSITION, effort=1.8)
 def stretches(lab: Lab) -> None:
     """With another number of replicas, an epoch continues with the samples not yet drawn by any
     chunk, in the epoch's order.
@@ -377,7 +377,7 @@ def stretches(lab: Lab) -> None:
     _continued(lab, _Samples(lab, values, options))
 
 
-@check("samplers.S7.6.batches", needs=_POSITION_OF_BATCHES, effort=3)
+@check("samplers.S7.6.batches", needs=_POSITION_OF_BATCHES, effort=1.4)
 def continued_batches(lab: Lab) -> None:
     """A stretch of batches has consumed the samples in the first batches of all its replicas; the
     rest is batched anew.
@@ -387,7 +387,7 @@ def continued_batches(lab: Lab) -> None:
     _continued(lab, _Samples(lab, values, options, batch_fn, lab.flag()))
 
 
-@check("samplers.S7.7.budget", needs=("BudgetBatchSampler",), effort=6)
+@check("samplers.S7.7.budget", needs=("BudgetBatchSampler",), effort=2.6)
 def budget(lab: Lab) -> None:
     """Batches are cut from samples in order of cost, shuffled, equal in number for each replica,
     and continued with other replicas.
@@ -396,7 +396,7 @@ def budget(lab: Lab) -> None:
     _continued(lab, _Samples(lab, costs, {**options, "drop_last": False}, most=most))
 
 
-@check("samplers.S7.7.dropped", needs=("BudgetBatchSampler",), effort=3)
+@check("samplers.S7.7.dropped", needs=("BudgetBatchSampler",), effort=1.4)
 def dropped(lab: Lab) -> None:
     """With drop_last, the cheapest batches are dropped; if none remains, that is a ValueError. So
     are samples over the budget, and positions that were saved with other settings.

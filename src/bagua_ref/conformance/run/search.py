@@ -26,6 +26,10 @@ PROFILES = {"quick": 40, "full": 500, "large": 40}
 """
 
 
+_FRESH = 10
+"""Most inputs of one search by Hypothesis: after 10, five of six are variants of earlier ones."""
+
+
 @dataclass
 class Outcome:
     """The outcome of a search.
@@ -91,8 +95,10 @@ def search(
     def run(data: Any) -> None:
         attempt(lambda: check.function(lab, data.draw))
 
+    inputs = max(1, round(PROFILES[how.profile] * check.effort))
+    searches = -(-inputs // _FRESH)
     configured = settings(
-        max_examples=max(1, round(PROFILES[how.profile] * check.effort)),
+        max_examples=-(-inputs // searches),
         phases=[Phase.generate, *[Phase.shrink] * how.shrink],
         database=None,
         derandomize=False,
@@ -105,7 +111,11 @@ def search(
     own_seed = zlib.crc32(f"{how.seed} {check.id} {dtype}".encode())
     message = snippet = skipped = ""
     try:
-        seed(own_seed)(configured(given(st.data())(run)))()
+        for number in range(searches):
+            try:
+                seed(own_seed + number)(configured(given(st.data())(run)))()
+            except Unsatisfiable as error:  # others may still fit
+                lab.reason = lab.reason or f"raised {type(error).__name__}: {error}"
         if check.walk is not None:  # at last, as drawn failures are made small
             with suppress(UnsatisfiedAssumption):  # a world of more ranks than the target has
                 attempt(partial(check.walk, lab))
@@ -113,9 +123,6 @@ def search(
         message, snippet = str(violation), violation.snippet
     except Flaky:
         message, snippet = attempts.difference()
-    except Unsatisfiable as error:
-        skipped = lab.reason
-        message = "" if skipped else f"raised {type(error).__name__}: {error}"
     except BaseException as error:  # whatever an implementation does, there is a verdict
         message = f"raised {type(error).__name__}: {error}"
         snippet = traceback.format_exc()
@@ -123,7 +130,7 @@ def search(
         unreached = "no call reached the target"
         if target.requests is not None:
             unreached = "cannot be asked: requests have valid arguments, so that none was sent"
-        skipped = skipped or attempts.reason_to_skip(lab.reason, unreached)
+        skipped = attempts.reason_to_skip(lab.reason, unreached)
     return Outcome(message, snippet, attempts.count, time.perf_counter() - begun, skipped)
 
 
