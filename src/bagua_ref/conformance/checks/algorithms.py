@@ -125,7 +125,7 @@ def gradients(lab: Lab) -> None:
         GRADIENT_ALLREDUCE.train(lab, hierarchical=True, average=True)
 
 
-trains(BYTEGRAD, "S5.2.gradients", 0.25, COMPRESSIBLE)(
+trains(BYTEGRAD, "S5.2.gradients", 0.2, COMPRESSIBLE)(
     {"hierarchical": st.sampled_from([True, True, False])},
     "Every rank updates its weights with gradients sent as one byte per element, bit for bit.",
 )
@@ -169,7 +169,7 @@ def order_of_buckets(lab: Lab) -> None:
     lab.assert_equal(results, [wanted] * sum(nodes))
 
 
-@trains(BYTEGRAD, "S2.2.padding", 0.15, COMPRESSIBLE)
+@trains(BYTEGRAD, "S2.2.padding", 0.1, COMPRESSIBLE)
 def padding(lab: Lab) -> Given:
     """Padding is zero at every step and belongs to the last chunk."""
     nodes = lab.draw(worlds(5).filter(lambda nodes: sum(nodes) > 1))
@@ -239,7 +239,7 @@ def _in_pairs(lab: Lab, most: int = 6) -> Given:
     }
 
 
-trains(DECENTRALIZED, "S5.3.shift_one", 0.2, FLOATS)(
+trains(DECENTRALIZED, "S5.3.shift_one", 0.15, FLOATS)(
     _in_pairs,
     "At steps divisible by the interval, weights are averaged with the next peer; then each rank"
     " applies its own gradient.",
@@ -249,14 +249,14 @@ trains(_FORWARDS, "S5.3.in_forward", 0.1, FLOATS)(
     "While weights are averaged in the background, forward and backward use the old ones: they are"
     " replaced after the backward.",
 )
-trains(DECENTRALIZED, "S5.3.all", 0.2, FLOATS)(
+trains(DECENTRALIZED, "S5.3.all", 0.15, FLOATS)(
     {},
     "At steps divisible by the interval, weights are averaged over all ranks; then each rank"
     " applies its own gradient.",
 )
 
 
-@trains(DECENTRALIZED, "S13.5.interval", 0.2, FLOATS)
+@trains(DECENTRALIZED, "S13.5.interval", 0.15, FLOATS)
 def interval_on_graphs(lab: Lab) -> Given:
     """At steps divisible by the interval, weights are averaged along the next graph; then each rank
     applies its own gradient.
@@ -265,7 +265,7 @@ def interval_on_graphs(lab: Lab) -> Given:
     return {"nodes": nodes, "peer_selection_mode": graph, "hierarchical": between}
 
 
-@trains(RING, "S5.4.ring", 0.25, COMPRESSIBLE)
+@trains(RING, "S5.4.ring", 0.2, COMPRESSIBLE)
 def ring(lab: Lab) -> Given:
     """After optimizer steps divisible by the interval, weights are averaged on the ring, bucket by
     bucket, bit for bit.
@@ -331,7 +331,7 @@ def follow_qadam(
 QADAM = TrainedAlgorithm("qadam", _options_of_qadam, follow_qadam, kinds=any_kind, steps=6)
 
 
-@trains(QADAM, "S5.5.steps", 0.25, COMPRESSIBLE)
+@trains(QADAM, "S5.5.steps", 0.2, COMPRESSIBLE)
 def steps_of_qadam(lab: Lab) -> Given:
     """Steps are Adam's up to warmup_steps; later ones use momenta in bytes, bit for bit, and do not
     move weights whose frozen v is 0.

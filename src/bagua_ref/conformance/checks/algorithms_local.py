@@ -73,7 +73,7 @@ LOCAL_SGD = TrainedAlgorithm(
 )
 
 
-@trains(LOCAL_SGD, "S9.1.period", 0.2, FLOATS)
+@trains(LOCAL_SGD, "S9.1.period", 0.15, FLOATS)
 def period(lab: Lab) -> Given:
     """After steps divisible by the period, all weights become their mean over ranks; other steps
     and optimizers stay local.
@@ -174,7 +174,7 @@ DILOCO = TrainedAlgorithm(
 )
 
 
-trains(DILOCO, "S9.2.outer_optimizer", 0.2, _WIDE)(
+trains(DILOCO, "S9.2.outer_optimizer", 0.15, _WIDE)(
     {
         "options": partial(_options_of_diloco, gaps=st.integers(1, 2)),
         "steps": lambda options: 3 * options["period"],
@@ -252,7 +252,7 @@ trains(DILOCO, "S9.3.own_optimizers", 0.35)(
 # diloco: when and how.
 
 
-@trains(DILOCO, "S9.4.schedule", 0.25, FLOATS)
+@trains(DILOCO, "S9.4.schedule", 0.2, FLOATS)
 def schedule(lab: Lab) -> Given:
     """Each fragment is sent and, after the delay, applied at its steps of the period, with the
     weights of the time of sending.
@@ -264,7 +264,7 @@ def schedule(lab: Lab) -> Given:
     }
 
 
-trains(DILOCO, "S9.4.mix", 0.55, FLOATS)(
+trains(DILOCO, "S9.4.mix", 0.35, FLOATS)(
     {
         "shapes": [(170,), (3, 2)],
         "kinds": tame,
@@ -380,7 +380,7 @@ def _count(options: Given) -> int:
     return fragments if isinstance(fragments, int) else len(fragments)
 
 
-trains(DILOCO, "S9.6.alone", 0.15, FLOATS)(
+trains(DILOCO, "S9.6.alone", 0.1, FLOATS)(
     {
         "nodes": worlds(3),
         "kinds": any_kind,
@@ -405,7 +405,7 @@ _ONE_FRAGMENT = {
     "outer_optimizer": PLAIN,
 }
 
-trains(DILOCO, "S9.6.averaged_gradients", 0.2, _WIDE)(
+trains(DILOCO, "S9.6.averaged_gradients", 0.15, _WIDE)(
     {
         **_ONE_FRAGMENT,
         "steps": 4,
@@ -414,7 +414,7 @@ trains(DILOCO, "S9.6.averaged_gradients", 0.2, _WIDE)(
     },
     "A period of one step with SGD(1) outside is gradient averaging.",
 )
-trains(DILOCO, "S9.6.local_sgd", 0.2, _WIDE)(
+trains(DILOCO, "S9.6.local_sgd", 0.15, _WIDE)(
     {
         **_ONE_FRAGMENT,
         "steps": lambda options: 2 * options["period"],
@@ -424,7 +424,7 @@ trains(DILOCO, "S9.6.local_sgd", 0.2, _WIDE)(
     },
     "With one fragment, no delay, mix 0 and SGD(1) outside, it is local_sgd with the same period.",
 )
-trains(DILOCO, "S9.6.one_rank", 0.2, _WIDE)(
+trains(DILOCO, "S9.6.one_rank", 0.15, _WIDE)(
     {
         "nodes": (1,),
         "weights": any_weights,
@@ -442,7 +442,7 @@ trains(DILOCO, "S9.6.one_rank", 0.2, _WIDE)(
 )
 
 
-trains(DILOCO, "S9.6.global_weights", 0.2, FLOATS)(
+trains(DILOCO, "S9.6.global_weights", 0.15, FLOATS)(
     {
         "looks": ("global weights",),
         "options": partial(_options_of_diloco, gaps=st.integers(1, 2)),

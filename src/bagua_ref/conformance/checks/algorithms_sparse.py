@@ -132,7 +132,7 @@ trains(SPARSELOCO, "S15.1.chunks", 0.35)(
     "Chunks are blocks whose sides are the largest divisors up to chunk of a tensor's last two"
     " dimensions, whatever its strides.",
 )
-trains(SPARSELOCO, "S15.5.rounds", 0.35, COMPRESSIBLE)(
+trains(SPARSELOCO, "S15.5.rounds", 0.25, COMPRESSIBLE)(
     {"looks": ("memories",)},
     "Each fragment's error memory decays, the difference is added, and what was sent leaves it.",
 )
@@ -141,7 +141,7 @@ trains(SPARSELOCO, "S15.5.not_finite", 0.25, of=refuse)(
     "Where differences of one rank overflow, the step raises an error on every rank, and the"
     " fragment and its error memories stay as they were.",
 )
-trains(SPARSELOCO, "S15.5.plain", 0.25, COMPRESSIBLE)(
+trains(SPARSELOCO, "S15.5.plain", 0.2, COMPRESSIBLE)(
     {
         "top_k": 4096,
         "compression": None,
@@ -223,7 +223,7 @@ trains(DEMO, "S15.4.contributors", 0.25)(
     {"kinds": ("grid", "sparse", "ties"), "mean": "contributors", "sign": False},
     "Each element is divided by the number of ranks whose decoded value is not 0.",
 )
-trains(DEMO, "S15.6.rounds", 0.35, COMPRESSIBLE)(
+trains(DEMO, "S15.6.rounds", 0.25, COMPRESSIBLE)(
     {"kinds": (*any_kind, "tiny", "huge")},
     "M decays, the gradient is added, the largest elements of each chunk are averaged, or their"
     " signs applied, and leave M.",
@@ -285,7 +285,7 @@ WITH_COSINE = {
 }
 """A training on coefficients of the cosine transform."""
 
-trains(DEMO, "S15.6.cosine", 0.3, COMPRESSIBLE)(
+trains(DEMO, "S15.6.cosine", 0.2, COMPRESSIBLE)(
     {
         **WITH_COSINE,
         "nodes": worlds(3),
@@ -320,12 +320,12 @@ def _like_topk(training: Training) -> None:
     training.options = options
 
 
-trains(DEMO, "S15.6.averaged_gradients", 0.25, COMPRESSIBLE)(
+trains(DEMO, "S15.6.averaged_gradients", 0.2, COMPRESSIBLE)(
     {**_PLAIN_SUM, "top_k": 4096, "follow": _like_allreduce},
     "Without a transform and signs, and with every element selected, gradients are averaged in rank"
     " order, and M is 0.",
 )
-trains(DEMO, "S15.6.topk", 0.25, COMPRESSIBLE)(
+trains(DEMO, "S15.6.topk", 0.2, COMPRESSIBLE)(
     {
         **_PLAIN_SUM,
         "follow": _like_topk,

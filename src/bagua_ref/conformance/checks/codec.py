@@ -56,7 +56,7 @@ def for_each(
     *,
     minmax: tuple[str, float] | None = None,
     dtypes: tuple[str, ...] = COMPRESSIBLE,
-    effort: float = 0.55,
+    effort: float = 0.4,
     walk: Callable[..., None] | None = None,
 ) -> Callable[[Property], Property]:
     """Return a decorator that registers a property once for each codec.

@@ -353,7 +353,7 @@ def _on_graph(lab: Lab, graph: str) -> None:
 
 for _name, (_clause, _graph, _sentence) in _NAMED_GRAPHS.items():
     check(
-        f"comm_ops.{_clause}.{_name}", dtypes=FLOATS, needs=_GRAPHS, effort=0.4, sentence=_sentence
+        f"comm_ops.{_clause}.{_name}", dtypes=FLOATS, needs=_GRAPHS, effort=0.25, sentence=_sentence
     )(partial(_on_graph, graph=_graph))
 
 
