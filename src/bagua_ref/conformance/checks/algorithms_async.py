@@ -172,18 +172,39 @@ def nothing_lost(lab: Lab) -> None:
 def _expect_on_time(lab: Lab, nodes: tuple[int, ...], warmup_steps: int) -> None:
     """Train all ranks at the same pace, whose actions lie between rounds, not at the same time."""
     start = ["step"] * (warmup_steps + 2)  # the last one's forward begins the first round
-    kinds = [*start, 20.5, "step", 0.3, 0.7, "step", "slow step", 2.25, "step", "abort", 1.0]
+    after_rounds = [0.5, 20.0, 0.7, 2.25]
+    kinds = [*start, 0.5, 20.0, "step", 0.3, 0.7, "step", "slow step", 2.25, "step", "abort", 1.0]
     training, programs = _train(lab, nodes, [kinds] * sum(nodes), warmup_steps)
     for place, kind in enumerate(kinds[len(start) :], len(start)):
-        if kind in (20.5, 0.7, 2.25):  # a round has taken place since the last step
+        if kind == 0.5:
+            _expect_moved(training, programs, place)
+        elif kind in after_rounds:  # ranks have been equal since the last one
             _expect_nothing_lost(training, programs, [place] * sum(nodes), agree=True)
-            continue
-        for rank, found in enumerate(training.results):  # no round has
-            want, action = found[place - 1], programs[rank][place]
-            if kind == "step":
-                want = [w - action[1][p] for p, w in enumerate(want)]
-            where = f"rank {rank}, action {place} ({kind}), between rounds"
-            lab.assert_equal(found[place], want, where=where)
+        else:  # no round has taken place since the last action
+            for rank, found in enumerate(training.results):
+                want, action = found[place - 1], programs[rank][place]
+                if kind == "step":
+                    want = [w - action[1][p] for p, w in enumerate(want)]
+                where = f"rank {rank}, action {place} ({kind}), between rounds"
+                lab.assert_equal(found[place], want, where=where)
+
+
+def _expect_moved(training: Training, programs: Programs, place: int) -> None:
+    """Expect that the first round, which began with the step before action ``place``, has moved
+    ranks: whatever it averages, weights before or after that step, they differ.
+    """
+    for p in range(len(training.weights)):
+        before = [found[place - 2][p] for found in training.results]
+        steps = [program[place - 1][1][p] for program in programs]
+        alone = [w - step for w, step in zip(before, steps, strict=True)]
+        apart = torch.ones_like(before[0], dtype=torch.bool)
+        for one, other in itertools.product((before[0], alone[0]), (before[1], alone[1])):
+            apart &= one != other
+        if apart.any():
+            found = [of_rank[place][p] for of_rank in training.results]
+            moved = any(not torch.equal(*both) for both in zip(found, alone, strict=True))
+            said = f"parameter {p}: no round within half an interval of the second forward"
+            training.lab.assert_that(moved, said)
 
 
 def _expect_of_actions(lab: Lab, kinds: list[str], warmup_steps: int, agree: bool) -> None:

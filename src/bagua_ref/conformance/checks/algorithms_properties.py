@@ -139,9 +139,10 @@ def restart(algorithm: TrainedAlgorithm, lab: Lab, loses: bool = False, **given:
     """
 
     def before(steps: int) -> dict[int, str]:
-        if lab.flag():
-            return dict.fromkeys(range(1, steps), "restart")
-        return {lab.integer(1, steps - 1): LOST if loses and lab.flag() else "restart"}
+        if loses and lab.flag():
+            return {lab.integer(1, steps - 1): LOST}
+        one = lab.flag()
+        return dict.fromkeys([lab.integer(1, steps - 1)] if one else range(1, steps), "restart")
 
     algorithm.train(lab, before=before, **given)
 

@@ -324,7 +324,8 @@ def exchange(lab: Lab) -> None:
 def send_and_recv(lab: Lab) -> None:
     """A message forwarded from rank to rank reaches the last one."""
     nodes, dtype, _ = _drawn(lab)
-    message = values(0, lab.draw(counts), dtype)
+    size = lab.draw(counts) if lab.integer(0, 4) else lab.long_sizes[-1]
+    message = values(0, size, dtype)
 
     def program(comm: Any) -> list[Tensor]:
         tensor = message.clone() if comm.rank() == 0 else nothing(len(message), dtype)

@@ -64,7 +64,7 @@ class Check:
     function: Callable[[Lab, Draw], None] = field(compare=False)
     dtypes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    effort: float = 0.4
+    effort: float = 0.55
     walk: Callable[[Lab], None] | None = field(default=None, compare=False)
 
 
@@ -73,7 +73,7 @@ def check(
     *,
     dtypes: tuple[str, ...] = (),
     needs: tuple[str, ...] = (),
-    effort: float = 0.4,
+    effort: float = 0.55,
     sentence: str = "",
     walk: Callable[[Lab], None] | None = None,
 ) -> Callable[[Property], Property]:
