@@ -154,7 +154,14 @@ def nothing_lost(lab: Lab) -> None:
     warmup_steps, resumes = lab.integer(0, 1), lab.flag()
     if lab.target.requests is None and lab.integer(0, 2) == 0:  # a program's clock is not ours
         _expect_on_time(lab, nodes, warmup_steps)
-        return
+    else:
+        _expect_equal_in_the_end(lab, nodes, warmup_steps, resumes)
+
+
+def _expect_equal_in_the_end(
+    lab: Lab, nodes: tuple[int, ...], warmup_steps: int, resumes: bool
+) -> None:
+    """Train each rank at a pace of its own."""
     kinds = []
     for _ in range(sum(nodes)):
         mine = ["step"] * warmup_steps

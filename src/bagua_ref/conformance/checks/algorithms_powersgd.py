@@ -349,8 +349,10 @@ def small_columns(lab: Lab) -> Given:
     """A column is compared with 1e-6 of its own norm, not with another's: one that is 1e-7 times as
     long is a direction, too.
     """
-    if lab.flag():
-        return _near_the_threshold(lab)
+    return _near_the_threshold(lab) if lab.flag() else _of_two_sizes(lab)
+
+
+def _of_two_sizes(lab: Lab) -> Given:
     matrix = torch.zeros(*lab.choice([(6, 5), (5, 8)]), dtype=torch.float64)
     matrix[0, 0], matrix[1, 1] = 1.0, lab.choice([1e-7, 2.0**-26, 1e-9])
 

@@ -320,7 +320,7 @@ def exchange(lab: Lab) -> None:
     _run(lab, nodes, [CollectiveCall("exchange", brought, expected)])
 
 
-@check("collectives.S3.9.send_and_recv")
+@check("collectives.S3.9.send_and_recv", effort=0.8)
 def send_and_recv(lab: Lab) -> None:
     """A message forwarded from rank to rank reaches the last one."""
     nodes, dtype, _ = _drawn(lab)

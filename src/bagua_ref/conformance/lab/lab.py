@@ -383,6 +383,8 @@ class Lab:
             mine = copies_of([of_ranks[world.rank] for of_ranks in arguments.values()])
             try:
                 return getattr(owner, method)(world, *mine, **copies_of(options))
+            except NotImplementedError:
+                raise
             except refusal as error:
                 return error
 
