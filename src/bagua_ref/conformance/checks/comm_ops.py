@@ -191,10 +191,21 @@ def long(lab: Lab) -> None:
     _centralized(lab, nodes, compression, lab.flag(), inputs)
 
 
-@check("comm_ops.S3.1.full_precision", dtypes=FLOATS, effort=0.35)
+def _walk_large(lab: Lab) -> None:
+    """The sum of a mean of float16 may be larger than float16 allows."""
+    x = torch.full((2,), 6e4 if lab.dtype is torch.float16 else 6.0, dtype=lab.dtype)
+    how = {"average": True, "compression": None, "hierarchical": False}
+    for scattergather in (False, True):
+        options = {**how, "scattergather": scattergather}
+        given = {"inputs": [x] * 2}
+        results = lab.on_ranks("comm_ops", "centralized", (2,), given, options, seed=0)
+        lab.assert_equal(results, [x] * 2, where="elements by rank")
+
+
+@check("comm_ops.S3.1.full_precision", dtypes=FLOATS, effort=0.35, walk=_walk_large)
 def full_precision(lab: Lab) -> None:
     """Full precision gives the sum or mean over all ranks, up to the rounding of a different
-    summation order.
+    summation order; means are computed in float32 at least.
     """
     nodes, mean = lab.world(worlds()), lab.flag()
     between, scattergather = lab.flag(), lab.flag()
