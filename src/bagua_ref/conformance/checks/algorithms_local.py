@@ -289,7 +289,7 @@ def one_byte(lab: Lab) -> Given:
     lab.dtypes(("float32",))
     forms = [lab.choice([(1,), (2,), (3, 2), (17,), (0,)]) for _ in range(count)]
     lists, gap = lab.draw(given_fragments(count, most=2)), lab.integer(1, 2)
-    memory: Given = {"error_feedback": True} if lab.flag() else {}
+    memory = {"error_feedback": True} if lab.has_every_option and lab.flag() else {}
 
     def apart(gradients: ByRank) -> ByRank:
         """Make most differences large and distinct, so that the assignment of parameters to chunks
@@ -332,7 +332,8 @@ def refuse(algorithm: TrainedAlgorithm, lab: Lab, compression: str | None) -> No
     # had overflowed when it was sent.
     failing = gap * (victim // 2 + 1) + before * gap * count
     steps = failing + (gap * count if n == 1 else 0)
-    memory: Given = {"error_feedback": True} if compression == "MinMaxUInt8" and lab.flag() else {}
+    remembers = compression == "MinMaxUInt8" and lab.has_every_option and lab.flag()
+    memory = {"error_feedback": True} if remembers else {}
 
     def overflow(gradients: ByRank) -> ByRank:
         for given in (given for rank in gradients for given in rank):

@@ -139,7 +139,7 @@ def restart(algorithm: TrainedAlgorithm, lab: Lab, loses: bool = False, **given:
     """
 
     def before(steps: int) -> dict[int, str]:
-        if loses and lab.flag():
+        if loses and lab.has_every_option and lab.flag():
             return {lab.integer(1, steps - 1): LOST}
         one = lab.flag()
         return dict.fromkeys([lab.integer(1, steps - 1)] if one else range(1, steps), "restart")
@@ -173,7 +173,8 @@ def _on_graphs(lab: Lab) -> Given:
 
 
 def _in_flight(lab: Lab) -> Given:
-    memory = {"compression": "MinMaxUInt8", "error_feedback": True} if lab.flag() else {}
+    remembers = lab.has_every_option and lab.flag()
+    memory = {"compression": "MinMaxUInt8", "error_feedback": True} if remembers else {}
     return {**_IN_FLIGHT, **memory, "options": partial(DILOCO.options, smallest_gap=2)}
 
 

@@ -309,6 +309,14 @@ class Lab:
         self.reason = self.reason or needed
         reject()
 
+    @property
+    def has_every_option(self) -> bool:
+        """Whether the target's algorithms are the package's own, or extend them; others need not
+        have options and actions that came later.
+        """
+        own = self.target.parts.get("algorithms")
+        return own is None or isinstance(own, ReferenceAlgorithms)
+
     def need_dtypes(self, tensors: Iterable[Tensor]) -> None:
         """Skip this input if the target does not support a dtype of one of these tensors."""
         for x in tensors:
