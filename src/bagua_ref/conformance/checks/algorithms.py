@@ -256,7 +256,7 @@ trains(DECENTRALIZED, "S5.3.all", 0.15, FLOATS)(
 )
 
 
-@trains(DECENTRALIZED, "S13.5.interval", 0.15, FLOATS)
+@trains(DECENTRALIZED, "S13.5.interval", 0.1, FLOATS)
 def interval_on_graphs(lab: Lab) -> Given:
     """At steps divisible by the interval, weights are averaged along the next graph; then each rank
     applies its own gradient.

@@ -218,7 +218,7 @@ TOPK = TrainedAlgorithm(
     steps=lambda options: options["warmup_steps"] + 3,
 )
 
-trains(TOPK, "S11.2.rounds", 0.25, COMPRESSIBLE)(
+trains(TOPK, "S11.2.rounds", 0.2, COMPRESSIBLE)(
     {"steps": st.sampled_from([3, 3, 3, 9])},
     "Each round applies the sum of what was sent in rank order, divided by n; what was not sent is"
     " added next.",

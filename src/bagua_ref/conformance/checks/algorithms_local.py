@@ -214,7 +214,7 @@ def _apart(weights: list[Tensor], fragments: int | list[list[int]], count: int) 
     }
 
 
-@trains(DILOCO, "S9.3.fragments", 0.55)
+@trains(DILOCO, "S9.3.fragments", 0.4)
 def fragments(lab: Lab) -> Given:
     """A number of fragments splits the parameters, in order, by the position of their middle byte,
     and leaves none empty.
@@ -252,7 +252,7 @@ trains(DILOCO, "S9.3.own_optimizers", 0.35)(
 # diloco: when and how.
 
 
-@trains(DILOCO, "S9.4.schedule", 0.2, FLOATS)
+@trains(DILOCO, "S9.4.schedule", 0.15, FLOATS)
 def schedule(lab: Lab) -> Given:
     """Each fragment is sent and, after the delay, applied at its steps of the period, with the
     weights of the time of sending.

@@ -195,7 +195,7 @@ _restarts(LOCAL_SGD, "S9.restart_of_local_sgd", 0.25)(
     "Training that continues from saved weights and states averages at the steps at which it would"
     " have.",
 )
-_restarts(DILOCO, "S9.restart", 0.55)(
+_restarts(DILOCO, "S9.restart", 0.4)(
     _in_flight, f"{_AS_IF}, whatever was in flight, and with the same memories."
 )
 _restarts(POWERSGD, "S10.1.restart", 0.4)({**_LOSES, "memory": _memory}, f"{_AS_IF}.")
@@ -374,7 +374,7 @@ trains(DILOCO, "S9.5.same_bits", 0.25)(
     "After every apply, all ranks have the same global weights, bit for bit, and with mix 0 the same"
     " weights of the fragment.",
 )
-trains(POWERSGD, "S10.5.same_bits", 0.15, FLOATS)(
+trains(POWERSGD, "S10.5.same_bits", 0.1, FLOATS)(
     {
         "nodes": multi_rank_worlds,
         "judge": _same_averages,

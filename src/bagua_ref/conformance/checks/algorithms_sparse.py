@@ -132,7 +132,7 @@ trains(SPARSELOCO, "S15.1.chunks", 0.35)(
     "Chunks are blocks whose sides are the largest divisors up to chunk of a tensor's last two"
     " dimensions, whatever its strides.",
 )
-trains(SPARSELOCO, "S15.5.rounds", 0.25, COMPRESSIBLE)(
+trains(SPARSELOCO, "S15.5.rounds", 0.2, COMPRESSIBLE)(
     {"looks": ("memories",)},
     "Each fragment's error memory decays, the difference is added, and what was sent leaves it.",
 )
@@ -223,7 +223,7 @@ trains(DEMO, "S15.4.contributors", 0.25)(
     {"kinds": ("grid", "sparse", "ties"), "mean": "contributors", "sign": False},
     "Each element is divided by the number of ranks whose decoded value is not 0.",
 )
-trains(DEMO, "S15.6.rounds", 0.25, COMPRESSIBLE)(
+trains(DEMO, "S15.6.rounds", 0.2, COMPRESSIBLE)(
     {"kinds": (*any_kind, "tiny", "huge")},
     "M decays, the gradient is added, the largest elements of each chunk are averaged, or their"
     " signs applied, and leave M.",

@@ -163,7 +163,7 @@ def low_precision(lab: Lab) -> None:
     _centralized(lab, lab.world(worlds()), "MinMaxUInt8", False)
 
 
-@check("comm_ops.S3.3.hierarchical", dtypes=COMPRESSIBLE)
+@check("comm_ops.S3.3.hierarchical", dtypes=COMPRESSIBLE, effort=0.35)
 def hierarchical(lab: Lab) -> None:
     """Leaders operate on node sums divided by n/L, so that every rank counts once, even on uneven
     nodes.
@@ -301,7 +301,7 @@ def long_shift_one(lab: Lab) -> None:
     _decentralized(lab, "shift_one", nodes, between, _long_inputs(lab, sum(nodes)))
 
 
-@check("comm_ops.S3.4.many_steps", effort=0.05)
+@check("comm_ops.S3.4.many_steps", effort=0.025)
 def many_steps(lab: Lab) -> None:
     """Peers depend on the step also after many steps."""
     nodes, count = lab.world(st.sampled_from([(6,), (3, 3)])), lab.integer(260, 520)
