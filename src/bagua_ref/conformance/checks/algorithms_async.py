@@ -234,8 +234,9 @@ def abort(lab: Lab) -> None:
     """
     warmup_steps = lab.integer(0, 3)
     kinds = lab.draw(st.lists(st.sampled_from(_kinds), max_size=9))
-    if "abort" in kinds and lab.flag():
-        kinds.insert(kinds.index("abort") + 1, "restart")
+    if lab.has_every_option and lab.flag():
+        kinds += [*["step"] * (warmup_steps + 2), "sleep", "abort", "restart", "step", "step"]
+        kinds += ["sleep", "step", "sleep"]
     # ranks abort at different times, while the others still take part in rounds
     if lab.integer(0, 2):
         kinds += ["resume", *["step"] * (warmup_steps + 2), "sleep", "step", "sleep"]

@@ -149,9 +149,7 @@ _SENTENCES = {
 
 
 for _name, _sentence in _SENTENCES.items():
-    check(f"collectives.S3.9.{_name}", effort=1 if _name in REDUCING else 0.55, sentence=_sentence)(
-        partial(_one_call, name=_name)
-    )
+    check(f"collectives.S3.9.{_name}", effort=1, sentence=_sentence)(partial(_one_call, name=_name))
 
 
 @check("collectives.S3.9.alltoall_v")
