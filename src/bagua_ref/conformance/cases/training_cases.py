@@ -208,16 +208,17 @@ def not_finite_in_places(draw: Draw) -> Callable[[ByRank], ByRank]:
 
 
 def used_parts(draw: Draw, gradients: ByRank) -> ByRank:
-    """Remove some parameters' gradients from each rank's steps, and some parameters' from all
-    steps.
+    """Remove some parameters' gradients from each rank's steps, some from all steps of a rank, and
+    some from all ranks of a step.
     """
-    found = []
+    found, every = [], sorted(gradients[0][0])
+    places = st.sets(st.sampled_from(every), max_size=len(every) - 1)
+    of_step = [draw(places | st.just(set[int]())) for _ in gradients[0]]
     for rank in gradients:
-        places = st.sets(st.sampled_from(sorted(rank[0])), max_size=len(rank[0]) - 1)
         never = draw(places)
         left = [
-            {place: g for place, g in given.items() if place not in never | draw(places)}
-            for given in rank
+            {place: g for place, g in given.items() if place not in never | of_all | draw(places)}
+            for given, of_all in zip(rank, of_step, strict=True)
         ]
         found.append(
             [mine or dict([min(given.items())]) for mine, given in zip(left, rank, strict=True)]
