@@ -48,6 +48,15 @@ def test_a_target_that_misbehaves_gets_the_right_verdict(what):
     assert said in result.message
 
 
+def test_a_run_in_this_process_leaves_no_thread():
+    before = {*threading.enumerate()}
+    assert on("reference", ONE, jobs=0).passed
+    left = {*threading.enumerate()} - before
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left)
+
+
 CRASHED, HUNG, ONCE, PRINTS = (
     "kernels.S5.5.update_momentum",
     "kernels.S3.7.reduce_chunks",

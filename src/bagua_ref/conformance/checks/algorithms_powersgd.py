@@ -418,8 +418,8 @@ def not_finite(lab: Lab) -> Given:
 
 @trains(POWERSGD, "S10.4.overflow", 0.25)
 def overflow(lab: Lab) -> Given:
-    """So does one whose Q, or whose P, overflows in the sum, though every rank's gradient is finite;
-    the next one comes through.
+    """So does one for which the sum of Q or P overflows, though every rank's gradient is finite; the
+    next one comes through.
     """
     of_p = lab.flag()
     ones = torch.ones(64, 1 if of_p else 8)

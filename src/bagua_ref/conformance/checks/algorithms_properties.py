@@ -297,8 +297,8 @@ trains(TOPK, "S11.2.not_finite", 0.2, COMPRESSIBLE)(
 
 
 def _overflowing(gradients: ByRank) -> ByRank:
-    """Replace gradients of the second step by some whose coefficients are finite, and whose mean of
-    contributors overflows in the inverse transform.
+    """Replace gradients of the second step: their coefficients are finite, but the inverse transform
+    of the mean of contributors overflows.
     """
     for rank, sign in zip(gradients, (1, -1), strict=True):
         rank[1][0] = torch.tensor([2.2e38, sign * 2.2e38]).to(rank[1][0].dtype)
@@ -307,8 +307,8 @@ def _overflowing(gradients: ByRank) -> ByRank:
 
 @trains(DEMO, "S15.6.not_finite", 0.25, COMPRESSIBLE)
 def not_finite_in_demo(lab: Lab) -> Given:
-    """A parameter whose mean, or its inverse transform, is not finite has a gradient of NaN
-    throughout, and M as it was, on every rank.
+    """If the mean or its inverse transform is not finite, the parameter's gradient is NaN
+    throughout, and M stays as it was, on every rank.
     """
     case = lab.integer(0, 2)
     given = {**_poisoned(lab), **(WITH_COSINE if case else {})}

@@ -106,7 +106,7 @@ def _expect_refusal(
     named: tuple[str, ...] = (),
     **options: Any,
 ) -> None:
-    """Expect an error on every rank, whose message has the words ``named``."""
+    """Expect an error on every rank, with the words ``named`` in its message."""
     n = sum(nodes)
     results = lab.on_ranks(
         "comm_ops", method, nodes, {"inputs": [mine] * n}, options, refusal=error, seed=0

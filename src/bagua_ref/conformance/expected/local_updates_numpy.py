@@ -252,8 +252,8 @@ class DiLoCo:
         return [found[place] for place in self.fragments[p]]
 
     def _with_memory(self, p: int, flats: list[Array]) -> Array:
-        """Return the mean of what ranks send of a fragment; if it is not finite, memories stay as
-        they were (S9.5).
+        """Return a fragment's mean over ranks, compressed with error memories; these stay as they
+        were if the mean is not finite (S9.5).
         """
         memory = self._memories.setdefault(p, ErrorFeedback(None, str(self.compression), "float32"))
         before = memory.workers, memory.servers
